@@ -1,0 +1,55 @@
+"""dtlab: learn distributed training on real processes, on whatever machine you have.
+
+The public names are loaded when first used, so ``import dtlab`` is quick and imports no torch.
+"""
+import importlib
+
+__version__ = "0.1.0"
+
+_WHERE = {  # public name -> module that defines it
+    "launch": "dtlab.ranks",
+    "current_ranks": "dtlab.ranks",
+    "progress": "dtlab.ranks.progress",
+    "predict": "dtlab.widgets.predict",
+    "reveal": "dtlab.widgets.predict",
+    "present": "dtlab.widgets.present",
+    "ledger": "dtlab.ledger",
+    "doctor": "dtlab.doctor",
+    "ConfigError": "dtlab.errors",
+    "RankError": "dtlab.errors",
+    "HangError": "dtlab.errors",
+}
+_MODULES = ("models", "data", "plots")
+
+__all__ = [*_WHERE, *_MODULES]
+
+
+def __getattr__(name):
+    if name in _WHERE:
+        value = getattr(importlib.import_module(_WHERE[name]), name)
+    elif name in _MODULES:
+        value = importlib.import_module(f"dtlab.{name}")
+    else:
+        raise AttributeError(f"module 'dtlab' has no attribute {name!r}; it has {', '.join(sorted(__all__))}")
+    globals()[name] = value
+    return value
+
+
+def __dir__():
+    return sorted({*globals(), *__all__})
+
+
+def _in_a_notebook():
+    """Load the cell magic and start the zygote in the background when a Jupyter kernel imports dtlab."""
+    import sys
+
+    if "IPython" not in sys.modules or "dtlab.ranks.worker" in sys.modules:
+        return
+    shell = sys.modules["IPython"].get_ipython()
+    if shell is not None:
+        from dtlab.ranks import notebook
+
+        notebook.setup(shell)
+
+
+_in_a_notebook()
