@@ -14,7 +14,7 @@ _WHERE = {  # public name -> module that defines it
     "reveal": "dtlab.widgets.predict",
     "present": "dtlab.widgets.present",
     "ledger": "dtlab.ledger",
-    "doctor": "dtlab.doctor",
+    "doctor": "dtlab.examine",
     "ConfigError": "dtlab.errors",
     "RankError": "dtlab.errors",
     "HangError": "dtlab.errors",

@@ -1,0 +1,29 @@
+# Every target is one call of `python3 -m dtlab`, which works where make is missing too.
+# Another Python: make lab PYTHON=python3.12    More arguments: make test ARGS="tests/test_doctor.py -x"
+PYTHON ?= python3
+DTLAB = $(PYTHON) -m dtlab
+
+.PHONY: lab tour test doctor test-all notebooks bench ui lint clean
+
+lab tour test doctor:
+	@$(DTLAB) $@ $(ARGS)
+
+test-all:
+	@$(DTLAB) test --all
+
+notebooks:
+	@$(DTLAB) run notebooks/build.py $(ARGS)
+
+bench:
+	@$(DTLAB) run --extra bench benchmarks/ranks.py $(ARGS)
+
+ui:
+	@$(DTLAB) test -m ui $(ARGS)
+
+lint:
+	@$(DTLAB) run -m ruff check .
+
+# The reader's work/ is never touched
+clean:
+	rm -rf .venv build dist *.egg-info .pytest_cache .ruff_cache
+	find dtlab tests -name __pycache__ -prune -exec rm -rf {} +

@@ -1,0 +1,202 @@
+"""From a bare clone to a working ``.venv``. Standard library only: this runs before anything is installed.
+
+Three environments can serve: the active one if it already has a fitting torch (it is used and its packages are left
+alone), else the clone's own ``.venv``, which sees an outside Python's torch if that has one. A state file in the
+environment says "making" while work goes on and "ready" as the last thing written, so a half-made one is known.
+"""
+import hashlib
+import importlib.metadata
+import importlib.util
+import json
+import os
+import re
+import shutil
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+from dtlab.cli import installer
+from dtlab.cli.installer import DISK_FULL, SetupError  # noqa: F401  (DISK_FULL: for the caller)
+
+ROOT = Path(__file__).resolve().parents[2]
+OWN = ".venv"
+_NESTED = {"course": {"course"}, "test": {"course", "test"}, "bench": {"course", "test", "bench"}}
+_NESTED["peers"] = _NESTED["bench"] | {"peers"}
+
+
+def is_clone() -> bool:
+    """Whether dtlab runs from a clone; installed from a wheel there is nothing to set up."""
+    return (ROOT / "pyproject.toml").is_file() and (ROOT / "constraints.txt").is_file()
+
+
+def python_in(prefix) -> Path:
+    """The interpreter of the environment at ``prefix``."""
+    return Path(prefix, "Scripts", "python.exe") if os.name == "nt" else Path(prefix, "bin", "python")
+
+
+def is_current(python) -> bool:
+    """Whether this process already runs in the environment of ``python``."""
+    return python is None or Path(sys.prefix).resolve() == Path(python).parents[1].resolve()
+
+
+def hand_over(python, argv) -> int:
+    """Run the same command with ``python``; on POSIX this process becomes it."""
+    command = [str(python), "-m", "dtlab", *argv]
+    os.environ["PYTHONPATH"] = os.pathsep.join(filter(None, [str(ROOT), os.environ.get("PYTHONPATH")]))
+    if os.name == "nt":
+        return subprocess.call(command)
+    sys.stdout.flush()
+    os.execv(command[0], command)
+
+
+def prepare(extra):
+    """Make sure that an environment has ``dtlab[extra]``; seconds where it already has.
+
+    Args:
+        extra: name of the extra needed; None: take an environment if there is one, install nothing.
+
+    Returns:
+        Its interpreter, or None for "go on in this process".
+
+    Raises:
+        SetupError: with one sentence that says what is missing and the cure.
+    """
+    if not is_clone():
+        return None
+    prefix = _choose()
+    state = read_state(prefix)
+    if extra is None:
+        return python_in(prefix) if _is_ready(prefix, state, ()) else None
+    if _NESTED.get(extra) is None:
+        raise SetupError(f"there is no extra {extra!r}: choose one of {', '.join(_NESTED)}")
+    if not _is_ready(prefix, state, _NESTED[extra]):
+        _set_up(prefix, state, extra)
+    return python_in(prefix)
+
+
+def _choose() -> Path:
+    """Where to work: the active environment if it has a fitting torch, else the clone's own."""
+    own = ROOT / OWN
+    if Path(sys.prefix).resolve() == own.resolve() or not _active():
+        return own
+    version = torch_version()
+    if version and not fits(version):
+        print(f"dtlab: this environment has torch {version}, dtlab needs {torch_range()}: using {OWN} instead")
+    return Path(sys.prefix) if fits(version) and importlib.util.find_spec("pip") else own
+
+
+def _active() -> bool:
+    """Whether this Python is a virtual or conda environment, not the system's own."""
+    return sys.prefix != sys.base_prefix or os.environ.get("CONDA_PREFIX", "") == sys.prefix
+
+
+def torch_version():
+    """Version of the torch that this Python sees, or None. Read from its metadata: torch is not imported."""
+    try:
+        return importlib.metadata.version("torch")
+    except importlib.metadata.PackageNotFoundError:
+        return None
+
+
+def torch_range() -> str:
+    """What pyproject.toml asks of torch, for example ``>=2.6,<3``."""
+    return re.search(r'"torch([^"]+)"', (ROOT / "pyproject.toml").read_text(encoding="utf-8")).group(1)
+
+
+def fits(version) -> bool:
+    """Whether a torch version is one that pyproject.toml admits."""
+    low, high = re.fullmatch(r">=([\d.]+),<([\d.]+)", torch_range()).groups()
+    numbers = [tuple(map(int, re.findall(r"\d+", text.split("+")[0]))) for text in (low, version or "0", high)]
+    return numbers[0] <= numbers[1] < numbers[2]
+
+
+def pins_hash() -> str:
+    """Fingerprint of what an environment must hold: the pins, and pyproject.toml up to its tools' settings."""
+    declared = (ROOT / "pyproject.toml").read_text(encoding="utf-8").split("[tool.")[0]
+    return hashlib.sha256((declared + (ROOT / "constraints.txt").read_text(encoding="utf-8")).encode()).hexdigest()
+
+
+def read_state(prefix) -> dict:
+    """What the last set-up wrote into an environment; empty if there was none."""
+    try:
+        return json.loads(Path(prefix, "dtlab-setup.json").read_text())
+    except (OSError, ValueError):
+        return {}
+
+
+def write_state(prefix, **state):
+    """Write the state in one step, so that no half-written file is ever read."""
+    part = Path(prefix, "dtlab-setup.part")
+    part.write_text(json.dumps(state))
+    part.replace(Path(prefix, "dtlab-setup.json"))
+
+
+def _is_ready(prefix, state, needed) -> bool:
+    same = state.get("pins") == pins_hash() and state.get("root") == str(ROOT)
+    return state.get("state") == "ready" and same and set(needed) <= set(state["extras"]) and _runs(prefix)
+
+
+def _runs(prefix) -> bool:
+    """Whether the environment's interpreter is still there: an upgraded system Python leaves a dangling link."""
+    return python_in(prefix).exists()
+
+
+def _set_up(prefix, state, extra):
+    start = time.monotonic()
+    _refuse_a_second_maker(state)
+    ours = prefix == ROOT / OWN
+    if ours and not _keeps(prefix, state):
+        _make(prefix)
+        state = {"made": True}
+    made = bool(state.get("made"))
+    extras = sorted(set(state.get("extras", ())) | _NESTED[extra])
+    print(f"dtlab: installing the tested packages into {prefix.name}; the first time takes some minutes", flush=True)
+    write_state(prefix, state="making", made=made, pid=os.getpid(), extras=extras)
+    installer.install(python_in(prefix), ROOT, widest(extras), log=prefix / "dtlab-setup.log", ours=made)
+    write_state(prefix, state="ready", made=made, pins=pins_hash(), root=str(ROOT), extras=extras)
+    print(f"dtlab: {prefix.name} is ready after {time.monotonic() - start:.0f} s", flush=True)
+
+
+def widest(extras) -> str:
+    """The one extra that brings all of ``extras``: each contains the one before it."""
+    return max(extras, key=lambda name: len(_NESTED[name]))
+
+
+def _keeps(prefix, state) -> bool:
+    """Whether an existing ``.venv`` can be brought up to date; a half-made, moved or broken one is made anew."""
+    if not prefix.exists() or not _runs(prefix):
+        return False
+    by_hand = not state and (prefix / "pyvenv.cfg").exists()
+    return by_hand or (state.get("state") == "ready" and state.get("root") == str(ROOT))
+
+
+def _refuse_a_second_maker(state):
+    pid = state.get("pid")
+    if state.get("state") != "making" or os.name == "nt" or pid == os.getpid():
+        return
+    try:
+        os.kill(pid, 0)
+    except (OSError, TypeError):
+        return
+    raise SetupError(f"another set-up (process {pid}) is at work on {OWN}: wait for it, or end it and run this again")
+
+
+def _make(prefix):
+    """Make ``.venv`` afresh; it sees the packages of an outside Python only where that has a fitting torch."""
+    if importlib.util.find_spec("venv") is None or importlib.util.find_spec("ensurepip") is None:
+        name = f"python{sys.version_info[0]}.{sys.version_info[1]}-venv"
+        raise SetupError(f"{sys.executable} cannot make virtual environments: sudo apt install {name} (Debian, Ubuntu)"
+                         " or take another Python: make lab PYTHON=...")
+    installer.require_space(ROOT)
+    if prefix.exists():
+        print(f"dtlab: {prefix.name} is half-made or was moved: making it anew", flush=True)
+        shutil.rmtree(prefix)
+    prefix.mkdir()
+    write_state(prefix, state="making", made=True, pid=os.getpid(), extras=[])
+    share = not _active() and fits(torch_version())
+    python = getattr(sys, "_base_executable", None) or sys.executable
+    command = [python, "-m", "venv", "--prompt", "dtlab", *(["--system-site-packages"] if share else []), str(prefix)]
+    reply = subprocess.run(command, capture_output=True, text=True, check=False)
+    if reply.returncode:
+        raise SetupError(installer.explain(reply.stdout + reply.stderr, "making .venv", log=None))
