@@ -1,0 +1,6 @@
+"""Pictures of the course: SVG strings and curves. Functions take tables and recordings, never tensors."""
+from dtlab.plots.curves import curves
+from dtlab.plots.ranks_picture import ranks_picture
+from dtlab.plots.svg import Svg
+
+__all__ = ["Svg", "curves", "ranks_picture"]

@@ -1,0 +1,63 @@
+"""A small SVG builder and the course's colours (Okabe-Ito, one colour per meaning)."""
+from html import escape
+
+COLOURS = {
+    "forward": "#56B4E9", "activations": "#56B4E9",
+    "backward": "#D55E00", "grads": "#D55E00",
+    "weight_grads": "#CC79A7",
+    "optimizer": "#E69F00", "optimizer_states": "#E69F00",
+    "communication": "#009E73",
+    "params": "#4D4D4D",
+    "outline": "#222222", "idle": "#FFFFFF", "paper": "#FFFFFF",
+}
+
+
+class Svg(str):
+    """An SVG document: shown as a picture in a notebook, with a text that says the same.
+
+    Attributes:
+        text: what the picture shows, for readers who do not see it.
+    """
+
+    def __new__(cls, markup, text):
+        self = super().__new__(cls, markup)
+        self.text = text
+        return self
+
+    def _repr_mimebundle_(self, include=None, exclude=None):
+        return {"image/svg+xml": str(self), "text/plain": self.text}
+
+
+def document(parts, *, width, height, title, text):
+    """Join shapes to one ``Svg`` with a title for screen readers and a white ground for dark themes."""
+    head = (f'<svg xmlns="http://www.w3.org/2000/svg" viewBox="0 0 {width} {height}" width="{width}" height="{height}" '
+            f'role="img" aria-label="{escape(title, quote=True)}" font-family="sans-serif" font-size="12">')
+    ground = f'<rect width="{width}" height="{height}" fill="{COLOURS["paper"]}"/>'
+    return Svg("\n".join([head, f"<title>{escape(title)}</title>", ground, *parts, "</svg>"]), text)
+
+
+def titled(markup, title):
+    """An SVG made elsewhere, with role and title for screen readers, and without its XML prologue."""
+    start = markup.index("<svg")
+    end = markup.index(">", start)
+    opening = f'{markup[start:end]} role="img" aria-label="{escape(title, quote=True)}">'
+    return f"{opening}\n<title>{escape(title)}</title>{markup[end + 1:]}"
+
+
+def box(x, y, width, height, *, fill="none", stroke=COLOURS["outline"], radius=6):
+    """A box with a dark outline."""
+    return (f'<rect x="{x}" y="{y}" width="{width}" height="{height}" rx="{radius}" fill="{fill}" '
+            f'stroke="{stroke}" stroke-width="1.5"/>')
+
+
+def label(x, y, text, *, anchor="start", size=12, weight="normal", fill=COLOURS["outline"], mono=False):
+    """A line of text."""
+    family = ' font-family="monospace"' if mono else ""
+    return (f'<text x="{x}" y="{y}" text-anchor="{anchor}" font-size="{size}" font-weight="{weight}" '
+            f'fill="{fill}"{family}>{escape(str(text))}</text>')
+
+
+def line(x1, y1, x2, y2, *, stroke=COLOURS["outline"], dash=None, width=1.5):
+    """A straight line, dashed where ``dash`` says how."""
+    dashes = f' stroke-dasharray="{dash}"' if dash else ""
+    return f'<line x1="{x1}" y1="{y1}" x2="{x2}" y2="{y2}" stroke="{stroke}" stroke-width="{width}"{dashes}/>'

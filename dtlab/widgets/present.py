@@ -1,0 +1,23 @@
+"""Projector mode: text of at least 18 px and figures over the full width."""
+from dtlab import notes
+
+_ID = "dtlab-present"
+_CSS = """
+.jp-Notebook { --jp-content-font-size1: 20px; --jp-code-font-size: 18px; --jp-ui-font-size1: 18px;
+               --jp-widgets-font-size: 20px; --jp-notebook-max-width: 100%; }
+.jp-Notebook .jp-RenderedHTMLCommon, .jp-Notebook .widget-radio-box label { font-size: 20px; line-height: 1.5; }
+.jp-Notebook .jp-OutputArea pre, .jp-Notebook .jp-RenderedHTMLCommon table, .jp-Notebook .cm-editor { font-size: 18px; }
+.jp-Notebook .jp-RenderedSVG img, .jp-Notebook .jp-RenderedSVG svg, .jp-Notebook .jp-RenderedImage img
+  { width: 100%; min-width: 1180px; height: auto; }
+"""  # figures are 650 units wide with labels of at least 10: 18 px from 1170 px upward
+
+
+def present(on=True):
+    """Switch projector mode on (or off, ``present(False)``) for this notebook; run it again to change it."""
+    if notes.headless():
+        print("projector mode works in a notebook with a screen")
+        return
+    from IPython.display import HTML, display
+
+    style = f"<style id='{_ID}'>{_CSS}</style>" if on else ""
+    display(HTML(f"{style}<p>Projector mode is {'on: dtlab.present(False) ends it' if on else 'off'}.</p>"))
