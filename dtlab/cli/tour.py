@@ -1,0 +1,239 @@
+"""``dtlab tour [--ranks N]``: the course in miniature, in a terminal.
+
+The small GPT on real text, in one process and by every technique on N ranks, in float64; one table says whether each
+equals the one process. A technique is a row of ``TECHNIQUES``: a function that runs on every rank and returns what it
+trained.
+"""
+import argparse
+import statistics
+import time
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from typing import NamedTuple
+
+import torch
+import torch.distributed as dist
+from torch.nn.parallel import DistributedDataParallel
+
+import dtlab
+from dtlab import machine
+from dtlab.data import batches, shard_batch, text_bytes
+from dtlab.errors import RankError
+from dtlab.models import GPT, GPTConfig, cross_entropy, num_params
+from dtlab.validate import at_least
+
+RTOL, ATOL = 1e-10, 1e-12  # float64: sums in another order differ by far less, mistakes by far more
+
+EXPLANATION = """
+Equal means, on every rank: the loss of each step, the last gradient of each parameter and each parameter
+after {steps} steps, within rtol {rtol:g} of one process.
+Time is not the gain: the {ranks} ranks share the cores of this machine ({cores}), which one process has to itself.
+What a technique gains on real hardware is what the lessons count and replay."""
+
+
+@dataclass(frozen=True)
+class Job:
+    """What every technique trains: same model, same batches, same optimizer."""
+
+    config: GPTConfig = GPTConfig()
+    data: bytes = field(default_factory=text_bytes, repr=False)
+    num_steps: int = 5
+    batch_size: int = 8
+    seed: int = 0
+
+    def model(self) -> GPT:
+        """The model, initialised by name: the same on every rank without a broadcast."""
+        return GPT(self.config, seed=self.seed, dtype=torch.float64)
+
+    def optimizer(self, model) -> torch.optim.Optimizer:
+        """A fresh optimizer over the parameters of ``model``."""
+        return torch.optim.AdamW(model.parameters(), lr=1e-3)
+
+    def batch(self, step: int):
+        """Inputs and targets of one step, for all ranks together."""
+        return batches(self.data, self.config.seq_length, self.batch_size, self.seed, step)
+
+    def loss(self, logits, targets) -> torch.Tensor:
+        """These rows' share of the batch's mean loss; the shares of all ranks add up to it, also where they differ."""
+        return cross_entropy(logits, targets, reduction="sum") / (self.batch_size * self.config.seq_length)
+
+
+class Trained(NamedTuple):
+    """What a technique hands back, under the serial model's names and in its full shapes."""
+
+    losses: list  # of the whole batch, one a step
+    grads: dict   # name -> gradient of the last step
+    params: dict  # name -> parameter after it
+    step_s: float
+
+
+def train(job: Job, model, step: Callable) -> Trained:
+    """Run the job; ``step(inputs, targets)`` trains on one global batch and returns the loss of all of it."""
+    losses, seconds = [], []
+    for number in range(job.num_steps):
+        start = time.perf_counter()
+        losses.append(step(*job.batch(number)).item())
+        seconds.append(time.perf_counter() - start)
+    named = dict(model.named_parameters())
+    return Trained(losses, {name: p.grad for name, p in named.items()}, {name: p.detach() for name, p in named.items()},
+                   statistics.median(seconds[1:] or seconds))
+
+
+def serial(job: Job) -> Trained:
+    """One process: what all the others must equal."""
+    model = job.model()
+    optimizer = job.optimizer(model)
+
+    def step(inputs, targets):
+        loss = job.loss(model(inputs), targets)
+        optimizer.zero_grad()
+        loss.backward()
+        optimizer.step()
+        return loss.detach()
+
+    return train(job, model, step)
+
+
+def data_parallel(job: Job) -> Trained:
+    """Each rank takes its rows; gradients are added over the ranks before the step."""
+    model = job.model()
+    optimizer = job.optimizer(model)
+
+    def step(inputs, targets):
+        inputs, targets = shard_batch((inputs, targets), dist.get_rank(), dist.get_world_size())
+        loss = job.loss(model(inputs), targets)
+        optimizer.zero_grad()
+        loss.backward()
+        for parameter in model.parameters():
+            dist.all_reduce(parameter.grad)
+        optimizer.step()
+        return add_over_ranks(loss)
+
+    return train(job, model, step)
+
+
+def torch_data_parallel(job: Job) -> Trained:
+    """The real system: torch's DistributedDataParallel."""
+    model = job.model()
+    replica = DistributedDataParallel(model)
+    optimizer = job.optimizer(model)
+
+    def step(inputs, targets):
+        inputs, targets = shard_batch((inputs, targets), dist.get_rank(), dist.get_world_size())
+        loss = job.loss(replica(inputs), targets)
+        optimizer.zero_grad()
+        (loss * dist.get_world_size()).backward()  # Subtle: DDP averages over the ranks, our shares add up
+        optimizer.step()
+        return add_over_ranks(loss)
+
+    return train(job, model, step)
+
+
+def add_over_ranks(loss: torch.Tensor) -> torch.Tensor:
+    """The loss of the whole batch from this rank's share of it."""
+    total = loss.detach().clone()
+    dist.all_reduce(total)
+    return total
+
+
+class Technique(NamedTuple):
+    """One row of the table."""
+
+    name: str
+    program: Callable[[Job], Trained]  # runs on every rank
+
+
+TECHNIQUES = [
+    Technique("data parallel, by hand", data_parallel),
+    Technique("torch DistributedDataParallel", torch_data_parallel),
+]
+
+
+class Row(NamedTuple):
+    """What a rank reports of one technique: small, whatever the size of the model."""
+
+    difference: str | None
+    losses: list
+    step_s: float
+
+
+def run_and_compare(program: Callable, job: Job, reference: Trained) -> Row:
+    """On a rank: train by ``program``, compare with the serial result here, report the first difference."""
+    trained = program(job)
+    return Row(first_difference(trained, reference), trained.losses, trained.step_s)
+
+
+def first_difference(trained: Trained, reference: Trained) -> str | None:
+    """The first thing of ``trained`` that is not equal to the serial result, in words; None if all is equal."""
+    for what, ours, theirs in (("loss of step", by_step(trained.losses), by_step(reference.losses)),
+                               ("gradient of", trained.grads, reference.grads),
+                               ("parameter", trained.params, reference.params)):
+        if ours.keys() != theirs.keys():
+            return f"{what} {sorted(ours.keys() ^ theirs.keys())[0]} is not on both sides"
+        for name, value in ours.items():
+            words = tensor_difference(value, theirs[name])
+            if words:
+                return f"{what} {name} {words}"
+    return None
+
+
+def by_step(losses: list) -> dict:
+    """Losses as tensors under the number of their step."""
+    return {str(step): torch.tensor(loss, dtype=torch.float64) for step, loss in enumerate(losses)}
+
+
+def tensor_difference(ours: torch.Tensor | None, theirs: torch.Tensor) -> str | None:
+    """Where two tensors differ first, with both values and the ratio of their sizes; None if they are equal."""
+    if ours is None or ours.shape != theirs.shape:
+        return f"is {'missing' if ours is None else tuple(ours.shape)}, serial has {tuple(theirs.shape)}"
+    close = torch.isclose(ours, theirs, rtol=RTOL, atol=ATOL)
+    if close.all():
+        return None
+    index = tuple((~close).nonzero()[0].tolist())
+    ratio = (ours.norm() / theirs.norm()).item()
+    place = f"at {list(index)} " if index else ""
+    return f"{place}is {ours[index].item():.6g}, serial has {theirs[index].item():.6g} (size x {ratio:.4g})"
+
+
+def show_technique(ranks, technique: Technique, job: Job, reference: Trained, width: int) -> bool:
+    """Run one technique, print its row, and say whether it equals serial on every rank."""
+    try:
+        rows = ranks.run(run_and_compare, technique.program, job, reference)
+    except RankError as error:
+        print(f"{technique.name:<{width}}  FAILED\n  {error}", flush=True)
+        return False
+    wrong = [(rank, row.difference) for rank, row in enumerate(rows) if row.difference]
+    print_row(technique.name, "NO" if wrong else "yes", rows[0].losses, max(row.step_s for row in rows), width)
+    if wrong:
+        print(f"  rank {wrong[0][0]}: {wrong[0][1]}", flush=True)
+    return not wrong
+
+
+def print_row(name: str, verdict: str, losses: list, step_s: float, width: int) -> None:
+    """One line of the table."""
+    print(f"{name:<{width}}  {verdict:<16}  {losses[0]:.4f} -> {losses[-1]:.4f}  {1e3 * step_s:7.0f}", flush=True)
+
+
+def run_tour(num_ranks: int, job: Job, techniques) -> int:
+    """Print the table; 0 if every technique equals serial, 1 if anything differs."""
+    width = max(len(technique.name) for technique in techniques)
+    print(f"The small GPT ({num_params(job.model()):,} parameters, float64) on {len(job.data):,} bytes of text: "
+          f"{job.num_steps} steps of {job.batch_size} x {job.config.seq_length} tokens.\n")
+    print(f"{'':<{width}}  equal to serial?  loss              ms/step")
+    reference = serial(job)
+    print_row("one process", "reference", reference.losses, reference.step_s, width)
+    with dtlab.launch(num_ranks) as ranks:
+        equal = [show_technique(ranks, technique, job, reference, width) for technique in techniques]
+    print(EXPLANATION.format(steps=job.num_steps, rtol=RTOL, ranks=num_ranks, cores=machine.usable_cores()))
+    if not all(equal):
+        print(f"\n{equal.count(False)} of {len(equal)} techniques did not equal one process.")
+    return 0 if all(equal) else 1
+
+
+def main(argv=None, *, techniques=TECHNIQUES, job: Job | None = None) -> int:
+    """Parse the command line, run the tour, return the exit code."""
+    parser = argparse.ArgumentParser(prog="dtlab tour", description="Every technique, on live ranks, in one table.")
+    parser.add_argument("--ranks", type=int, default=4, metavar="N", help="number of ranks (default 4)")
+    num_ranks = at_least("--ranks", parser.parse_args(argv).ranks, 1)
+    torch.set_num_threads(machine.usable_cores())
+    return run_tour(num_ranks, job or Job(), techniques)
