@@ -1,4 +1,5 @@
-"""``python3 -m dtlab``: the commands from a bare clone. Runs on any Python 3, to say what is missing in one sentence."""
+"""``python3 -m dtlab``: the commands from a bare clone. Any Python 3 can read this file, to be told in one sentence."""
+
 import sys
 
 if sys.version_info < (3, 10):

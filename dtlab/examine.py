@@ -1,7 +1,8 @@
 """``dtlab.doctor()``: what this machine can do for the course and what will go wrong, each with its cure.
 
-A finding is ``ok``, ``note`` (good to know) or ``problem`` (something will fail). torch is imported only if it is installed.
+A finding is ``ok``, ``note`` (good to know) or ``problem`` (something will fail). torch is imported only if there.
 """
+
 import html
 import importlib.metadata
 import importlib.util
@@ -63,8 +64,10 @@ class Report:
 
     def _repr_html_(self):
         rest = "\n".join(finding.line() for finding in self.findings)
-        return (f"<pre>{html.escape(repr(self))}</pre><details><summary>all findings</summary>"
-                f"<pre>{html.escape(rest)}</pre></details>")
+        return (
+            f"<pre>{html.escape(repr(self))}</pre><details><summary>all findings</summary>"
+            f"<pre>{html.escape(rest)}</pre></details>"
+        )
 
 
 def doctor() -> Report:
@@ -88,12 +91,20 @@ def _system(system=None, release=None) -> Finding:
     system, release = system or platform.system(), release or platform.release()
     text = f"{system} {release}, {platform.machine()}"
     if system == "Windows":
-        return Finding("system", "problem", text, "ranks need Linux's processes: install WSL2 (wsl --install), open Ubuntu "
-                       "there, clone and run make lab in it; the lessons read without ranks meanwhile")
+        return Finding(
+            "system",
+            "problem",
+            text,
+            "ranks need Linux's processes: install WSL2 (wsl --install), open Ubuntu "
+            "there, clone and run make lab in it; the lessons read without ranks meanwhile",
+        )
     if system == "Darwin":
         intel = platform.machine() == "x86_64"
-        cure = ("PyTorch 2.6 and newer has no Intel macOS build: use a Linux machine or Colab" if intel else
-                "not tried on macOS: ranks start by spawn, so the first start takes some 10 s, later ones do not")
+        cure = (
+            "PyTorch 2.6 and newer has no Intel macOS build: use a Linux machine or Colab"
+            if intel
+            else "not tried on macOS: ranks start by spawn, so the first start takes some 10 s, later ones do not"
+        )
         return Finding("system", "problem" if intel else "note", text, cure)
     return Finding("system", "ok", text + (", WSL2" if "microsoft" in release.lower() else ""))
 
@@ -110,7 +121,9 @@ def _packages(version=_version) -> Finding:
     found = {name: version(name) for name in ("torch", "numpy", "pandas", "cloudpickle", "matplotlib")}
     missing = [name for name, number in found.items() if number is None]
     if missing:
-        return Finding("packages", "problem", f"not installed: {', '.join(missing)}", "make lab (or python3 -m dtlab lab)")
+        return Finding(
+            "packages", "problem", f"not installed: {', '.join(missing)}", "make lab (or python3 -m dtlab lab)"
+        )
     return Finding("packages", "ok", ", ".join(f"{name} {number}" for name, number in found.items()))
 
 
@@ -150,8 +163,13 @@ def _memory(available=None, total=None, limit=None) -> Finding:
     if limit and limit <= total:
         text += ", cgroup limit"
     if ranks < 4:
-        return Finding("memory", "problem", text, f"the lessons start 4 ranks of about 150 MB: close programs, raise the "
-                       f"container's limit, or set WORLD_SIZE = {min(ranks, 2)} in the import cell")
+        return Finding(
+            "memory",
+            "problem",
+            text,
+            f"the lessons start 4 ranks of about 150 MB: close programs, raise the "
+            f"container's limit, or set WORLD_SIZE = {min(ranks, 2)} in the import cell",
+        )
     return Finding("memory", "ok", text)
 
 
@@ -162,8 +180,13 @@ def _shared_memory(size=None) -> Finding:
     total, free = size
     text = f"{free / _MIB:.0f} MiB free of {total / _MIB:.0f}"
     if free < 256 * _MIB:
-        return Finding("/dev/shm", "problem", text, "large tensors will not fit: docker run --shm-size=1g (Kubernetes: an "
-                       "emptyDir with medium Memory on /dev/shm)")
+        return Finding(
+            "/dev/shm",
+            "problem",
+            text,
+            "large tensors will not fit: docker run --shm-size=1g (Kubernetes: an "
+            "emptyDir with medium Memory on /dev/shm)",
+        )
     return Finding("/dev/shm", "ok", text)
 
 
@@ -172,8 +195,12 @@ def _loopback(connect=None) -> Finding:
         (connect or _connect_to_self)()
         return Finding("loopback", "ok", "127.0.0.1 answers")
     except OSError as error:
-        return Finding("loopback", "problem", f"127.0.0.1 does not answer ({error})",
-                       "ranks talk over it: sudo ip link set lo up, or let the firewall pass loopback")
+        return Finding(
+            "loopback",
+            "problem",
+            f"127.0.0.1 does not answer ({error})",
+            "ranks talk over it: sudo ip link set lo up, or let the firewall pass loopback",
+        )
 
 
 def _connect_to_self():
@@ -186,8 +213,12 @@ def _host_name(resolve=socket.gethostbyname, name=None) -> Finding:
     try:
         return Finding("host name", "ok", f"{name} is {resolve(name)}")
     except OSError:
-        return Finding("host name", "note", f"{name} has no address; dtlab's ranks use loopback and do not mind",
-                       f"for torchrun add to /etc/hosts: 127.0.0.1 {name}")
+        return Finding(
+            "host name",
+            "note",
+            f"{name} has no address; dtlab's ranks use loopback and do not mind",
+            f"for torchrun add to /etc/hosts: 127.0.0.1 {name}",
+        )
 
 
 def _interface(env=None, interfaces=None) -> Finding:
@@ -198,8 +229,12 @@ def _interface(env=None, interfaces=None) -> Finding:
         interfaces = [found for _, found in socket.if_nameindex()] if hasattr(socket, "if_nameindex") else [name]
     missing = [part for part in name.split(",") if part not in interfaces]
     if missing:
-        return Finding("GLOO_SOCKET_IFNAME", "problem", f"is {name}, and there is no interface {', '.join(missing)} here",
-                       f"unset GLOO_SOCKET_IFNAME, or set it to one of {', '.join(interfaces)}")
+        return Finding(
+            "GLOO_SOCKET_IFNAME",
+            "problem",
+            f"is {name}, and there is no interface {', '.join(missing)} here",
+            f"unset GLOO_SOCKET_IFNAME, or set it to one of {', '.join(interfaces)}",
+        )
     return Finding("GLOO_SOCKET_IFNAME", "note", f"is {name}: set by you, so gloo uses it")
 
 
@@ -210,10 +245,16 @@ def _gpus(names=None) -> Finding:
     text = f"{len(names)} GPU{'s' if len(names) > 1 else ''} ({names[0]})"
     version = _version("torch") or ""
     if version.endswith("+cpu"):
-        return Finding("gpus", "note", f"{text}, torch {version} cannot use it", "pip install torch from pip's own index")
+        return Finding(
+            "gpus", "note", f"{text}, torch {version} cannot use it", "pip install torch from pip's own index"
+        )
     if len(names) < 4:
-        return Finding("gpus", "note", f"{text}: fewer than 4, so 4 ranks use gloo on the CPU",
-                       'launch(4, device="cuda", share_gpu=True) puts several ranks on one GPU')
+        return Finding(
+            "gpus",
+            "note",
+            f"{text}: fewer than 4, so 4 ranks use gloo on the CPU",
+            'launch(4, device="cuda", share_gpu=True) puts several ranks on one GPU',
+        )
     return Finding("gpus", "ok", text)
 
 
@@ -221,10 +262,16 @@ def _widgets(version=_version) -> Finding:
     found = {name: version(name) for name in ("jupyterlab", "ipywidgets", "jupyterlab-widgets", "ipykernel")}
     missing = [name for name, number in found.items() if number is None]
     if missing:
-        return Finding("widgets", "problem", f"not installed: {', '.join(missing)}; questions and sliders will show as text",
-                       f"{Path(sys.executable).name} -m pip install {' '.join(missing)}, then reload the page")
+        return Finding(
+            "widgets",
+            "problem",
+            f"not installed: {', '.join(missing)}; questions and sliders will show as text",
+            f"{Path(sys.executable).name} -m pip install {' '.join(missing)}, then reload the page",
+        )
     if int(found["ipywidgets"].split(".")[0]) < 8:
-        return Finding("widgets", "problem", f"ipywidgets {found['ipywidgets']} is too old", 'pip install "ipywidgets>=8.1"')
+        return Finding(
+            "widgets", "problem", f"ipywidgets {found['ipywidgets']} is too old", 'pip install "ipywidgets>=8.1"'
+        )
     return Finding("widgets", "ok", ", ".join(f"{name} {number}" for name, number in found.items()))
 
 
@@ -235,7 +282,9 @@ def openmp_runtimes(maps="/proc/self/maps") -> "list[str]":
     except OSError:
         return []
     paths = {line.split()[-1] for line in text.splitlines() if "/" in line}
-    return sorted({os.path.basename(p) for p in paths if re.match(r"lib(gomp|omp|iomp5)\b|libgomp-", os.path.basename(p))})
+    return sorted(
+        {os.path.basename(p) for p in paths if re.match(r"lib(gomp|omp|iomp5)\b|libgomp-", os.path.basename(p))}
+    )
 
 
 def _openmp(loaded=None) -> Finding:
@@ -243,19 +292,39 @@ def _openmp(loaded=None) -> Finding:
     kinds = {re.match(r"lib(gomp|omp|iomp5)", name).group(1) for name in loaded}
     text = ", ".join(loaded) or "none loaded"
     if len(kinds) > 1 or len(loaded) > 1:
-        return Finding("openmp", "note", f"two runtimes in this process ({text}): work can hang at 0 % CPU",
-                       "install torch and numpy from one source (all by pip or all by conda) in a new environment; "
-                       "never set KMP_DUPLICATE_LIB_OK")
+        return Finding(
+            "openmp",
+            "note",
+            f"two runtimes in this process ({text}): work can hang at 0 % CPU",
+            "install torch and numpy from one source (all by pip or all by conda) in a new environment; "
+            "never set KMP_DUPLICATE_LIB_OK",
+        )
     return Finding("openmp", "ok", text)
 
 
 def _tools() -> Finding:
     """What only maintainers and authors need; never a problem."""
-    chromium = next((found for name in ("chromium", "chromium-browser", "google-chrome") if (found := shutil.which(name))), None)
+    chromium = next(
+        (found for name in ("chromium", "chromium-browser", "google-chrome") if (found := shutil.which(name))), None
+    )
     if chromium is None:
         return Finding("browser tests", "ok", "no Chromium here: the tests marked ui are skipped, lessons need none")
     return Finding("browser tests", "ok", chromium)
 
 
-_CHECKS = (_system, _python, _packages, _numpy_bridge, _cores, _memory, _shared_memory, _loopback, _host_name, _interface,
-           _gpus, _widgets, _openmp, _tools)
+_CHECKS = (
+    _system,
+    _python,
+    _packages,
+    _numpy_bridge,
+    _cores,
+    _memory,
+    _shared_memory,
+    _loopback,
+    _host_name,
+    _interface,
+    _gpus,
+    _widgets,
+    _openmp,
+    _tools,
+)

@@ -1,8 +1,9 @@
 """What this machine offers: usable cores, free memory, shared memory, GPUs. Standard library only, no torch.
 
-Containers lie: ``os.cpu_count()`` and /proc/meminfo show the host. What counts is the smallest of affinity, cgroup limit
-and host. Every function takes the roots it reads (``proc``, ``cgroup``), so that tests can hand it made-up machines.
+In a container ``os.cpu_count()`` and /proc/meminfo show the host. What counts is the smallest of affinity, cgroup limit
+and host. Functions take the roots they read (``proc``, ``cgroup``), so that tests can hand them made-up machines.
 """
+
 import math
 import os
 import shutil
@@ -74,7 +75,7 @@ def usable_cores(*, proc="/proc", cgroup="/sys/fs/cgroup") -> int:
 
 
 def _cgroup_memory(proc, cgroup):
-    """``(limit, free)`` bytes of the tightest memory cgroup, or None. File cache counts as free: the kernel drops it."""
+    """``(limit, free)`` bytes of the tightest memory cgroup, or None. File cache counts as free: it can be dropped."""
     found = []
     for folder in _cgroup_dirs("memory", proc, cgroup):
         limit = next((n for name in ("memory.max", "memory.limit_in_bytes") if (n := _number(folder / name))), None)

@@ -2,6 +2,7 @@
 
 Until the environment is there, nothing but the standard library is imported.
 """
+
 import argparse
 import errno
 import importlib

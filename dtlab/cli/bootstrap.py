@@ -4,6 +4,7 @@ Three environments can serve: the active one if it already has a fitting torch (
 alone), else the clone's own ``.venv``, which sees an outside Python's torch if that has one. A state file in the
 environment says "making" while work goes on and "ready" as the last thing written, so a half-made one is known.
 """
+
 import hashlib
 import importlib.metadata
 import importlib.util
@@ -43,7 +44,6 @@ def is_current(python) -> bool:
 def hand_over(python, argv) -> int:
     """Run the same command with ``python``; on POSIX this process becomes it."""
     command = [str(python), "-m", "dtlab", *argv]
-    os.environ["PYTHONPATH"] = os.pathsep.join(filter(None, [str(ROOT), os.environ.get("PYTHONPATH")]))
     if os.name == "nt":
         return subprocess.call(command)
     sys.stdout.flush()
@@ -186,8 +186,10 @@ def _make(prefix):
     """Make ``.venv`` afresh; it sees the packages of an outside Python only where that has a fitting torch."""
     if importlib.util.find_spec("venv") is None or importlib.util.find_spec("ensurepip") is None:
         name = f"python{sys.version_info[0]}.{sys.version_info[1]}-venv"
-        raise SetupError(f"{sys.executable} cannot make virtual environments: sudo apt install {name} (Debian, Ubuntu)"
-                         " or take another Python: make lab PYTHON=...")
+        raise SetupError(
+            f"{sys.executable} cannot make virtual environments: sudo apt install {name} (Debian, Ubuntu)"
+            " or take another Python: make lab PYTHON=..."
+        )
     installer.require_space(ROOT)
     if prefix.exists():
         print(f"dtlab: {prefix.name} is half-made or was moved: making it anew", flush=True)

@@ -1,4 +1,5 @@
 """``dtlab doctor``: the full examination in a terminal."""
+
 from dtlab.examine import doctor
 
 

@@ -1,4 +1,5 @@
-"""pip, driven so that a CPU machine gets no CUDA build, pins hold where nothing was installed, errors become a sentence."""
+"""pip, driven so that a CPU machine gets no CUDA build, others' packages stay, and errors become a sentence."""
+
 import json
 import os
 import re
@@ -12,12 +13,16 @@ from dtlab import machine
 NEEDED_BYTES = 2 * 10**9  # a CPU environment, with room for pip to unpack
 NEEDED_CUDA_BYTES = 9 * 10**9
 DISK_FULL = "the disk is full: free some space (the course needs about 2 GB, 9 GB with CUDA) and run this again"
-_NETWORK = re.compile(r"NewConnectionError|ConnectTimeout|ReadTimeout|name resolution|Name or service not known|"
-                      r"ProxyError|SSLError|ConnectionReset|IncompleteRead|getaddrinfo|Network is unreachable")
+_NETWORK = re.compile(
+    r"NewConnectionError|ConnectTimeout|ReadTimeout|name resolution|Name or service not known|"
+    r"ProxyError|SSLError|ConnectionReset|IncompleteRead|getaddrinfo|Network is unreachable"
+)
 _NOT_FOUND = re.compile(r"No matching distribution|Could not find a version")
-_PRESENT = ("import importlib.metadata as m, json, sys\n"
-            "own = [d for d in m.distributions() if str(d.locate_file('')).startswith(sys.prefix)]\n"
-            "print(json.dumps([[d.metadata['Name'], d in own] for d in m.distributions()]))")
+_PRESENT = (
+    "import importlib.metadata as m, json, sys\n"
+    "inside = lambda d: str(d.locate_file('')).startswith(sys.prefix)\n"
+    "print(json.dumps([[d.metadata['Name'], inside(d)] for d in m.distributions()]))"
+)
 
 
 class SetupError(Exception):
@@ -29,8 +34,10 @@ def require_space(folder):
     needed = NEEDED_CUDA_BYTES if _wants_cuda() else NEEDED_BYTES
     free = shutil.disk_usage(folder).free
     if free < needed:
-        raise SetupError(f"the disk of {folder} has {free / 1e9:.1f} GB free and the course needs about "
-                         f"{needed / 1e9:.0f} GB: free some space, or clone where there is more")
+        raise SetupError(
+            f"the disk of {folder} has {free / 1e9:.1f} GB free and the course needs about "
+            f"{needed / 1e9:.0f} GB: free some space, or clone where there is more"
+        )
 
 
 def install(python, root, extra, *, log, ours):
@@ -43,6 +50,7 @@ def install(python, root, extra, *, log, ours):
     """
     Path(log).unlink(missing_ok=True)
     foreign = _foreign_packages(python, ours)
+    _require_pip(python)
     lines = (Path(root) / "constraints.txt").read_text(encoding="utf-8").splitlines()
     kept = [line for line in lines if _name(line) not in foreign]
     pins = Path(log).with_name("dtlab-setup-pins.txt")
@@ -66,6 +74,14 @@ def _foreign_packages(python, ours) -> "set[str]":
     return {_name(name) for name, inside in found if name and not (ours and inside)} - {"pip", "setuptools", "dtlab"}
 
 
+def _require_pip(python):
+    """A virtual environment made by uv has no pip of its own: bring Python's."""
+    quiet = {"stdout": subprocess.DEVNULL, "stderr": subprocess.DEVNULL, "check": False}
+    if subprocess.run([str(python), "-m", "pip", "--version"], **quiet).returncode:
+        if subprocess.run([str(python), "-m", "ensurepip"], **quiet).returncode:
+            raise SetupError(f"{python} has no pip: remove {Path(python).parents[1]} and run this again")
+
+
 def _wants_cuda() -> bool:
     return sys.platform == "linux" and machine.gpu_count() > 0
 
@@ -73,8 +89,8 @@ def _wants_cuda() -> bool:
 def torch_index(root):
     """Address of the index to take torch from first, or None for pip's own.
 
-    ``TORCH_INDEX`` decides if it is set (empty: pip's own). Otherwise Linux without an NVIDIA GPU takes the CPU wheels, whose
-    address stands once, in README.md; elsewhere pip's own index has the right build.
+    ``TORCH_INDEX`` decides if it is set (empty: pip's own). Otherwise Linux without an NVIDIA GPU takes the CPU wheels,
+    whose address stands once, in README.md; elsewhere pip's own index has the right build.
     """
     if "TORCH_INDEX" in os.environ:
         return os.environ["TORCH_INDEX"] or None
@@ -88,10 +104,11 @@ def _install_torch(python, root, pin, log):
     """torch by itself and first: its packages come later from pip's own index, with the pins."""
     index = torch_index(root)
     if index:
-        code, text = _pip(python, ["--no-deps", "--retries", "0", "--index-url", index, pin], log)
+        asked = "TORCH_INDEX" in os.environ
+        code, text = _pip(python, ["--no-deps", *([] if asked else ["--retries", "0"]), "--index-url", index, pin], log)
         if code == 0:
             return
-        if "TORCH_INDEX" in os.environ or not _NOT_FOUND.search(text):
+        if asked or not _NOT_FOUND.search(text):
             raise SetupError(explain(text, f"installing {pin} from {index}", log))
         print("dtlab: PyTorch's own index has no answer, taking torch from pip's", flush=True)
     _pip_or_explain(python, ["--no-deps", pin], log)
@@ -119,7 +136,9 @@ def explain(text, doing, log) -> str:
     if "No space left on device" in text or "Errno 28" in text:
         return DISK_FULL
     if _NETWORK.search(text):
-        return "pip reached no package index: connect to the network (behind a proxy set HTTPS_PROXY), then run this again"
+        return (
+            "pip reached no package index: connect to the network (a proxy goes into HTTPS_PROXY), then run this again"
+        )
     version = ".".join(map(str, sys.version_info[:2]))
     lines = [line.strip() for line in text.splitlines() if line.strip()]
     last = next((line for line in reversed(lines) if "error" in line.lower()), lines[-1] if lines else "no message")

@@ -1,12 +1,12 @@
 """``dtlab lab``: working copies in work/, then JupyterLab on lesson 00. Nothing is reported to anybody."""
+
 import argparse
 import json
 import os
-import signal
 import subprocess
 import sys
-import time
 from pathlib import Path
+from urllib.parse import quote
 
 from dtlab.cli import bootstrap, working_copies
 
@@ -14,13 +14,13 @@ _QUIET = {"fetchNews": "false", "checkForUpdates": False}  # no news pop-up, no 
 
 
 def main(argv) -> int:
-    """Make the working copies and run JupyterLab until it is stopped; return its exit code."""
+    """Make the working copies, then become JupyterLab; it prints its address and opens a browser where there is one."""
     options = _options(argv)
     copies = [Path(path) for path in working_copies.make_all()]
     first = next((path for path in sorted(copies) if path.name.startswith("00")), bootstrap.ROOT)
     env = {**os.environ, **settings(bootstrap.ROOT / "work" / ".lab")}
     target = first.relative_to(bootstrap.ROOT).as_posix() if first != bootstrap.ROOT else ""
-    return _serve(command(target, options), env, target)
+    return _become(command(target, options), env)
 
 
 def _options(argv):
@@ -53,40 +53,24 @@ def settings(folder) -> dict:
 
 def command(target, options) -> "list[str]":
     """The JupyterLab command line: the clone as root, warnings only, one Ctrl-C stops it."""
-    args = [f"--ServerApp.root_dir={bootstrap.ROOT}", f"--port={options.port}", "--log-level=WARN",
-            "--ServerApp.answer_yes=True"]
+    args = [
+        f"--ServerApp.root_dir={bootstrap.ROOT}",
+        f"--port={options.port}",
+        "--log-level=WARN",
+        "--ServerApp.answer_yes=True",
+        f"--LabApp.default_url=/lab/tree/{quote(target)}",
+    ]
     if options.no_browser or not has_display():
         args.append("--no-browser")
     if hasattr(os, "geteuid") and os.geteuid() == 0:
         args.append("--allow-root")  # in containers everybody is root
-    return [sys.executable, "-m", "jupyterlab", *args, *([target] if target else [])]
+    return [sys.executable, "-m", "jupyterlab", *args]
 
 
-def _serve(command, env, target) -> int:
-    server = subprocess.Popen(command, cwd=bootstrap.ROOT, env=env)
-    signal.signal(signal.SIGTERM, lambda *_: server.terminate())
-    try:
-        address = _address(server, target)
-        if address:
-            print(f"JupyterLab: {address}\nCtrl-C stops it.", flush=True)
-        return server.wait()
-    except KeyboardInterrupt:  # the terminal has told the server too
-        return server.wait()
-    finally:
-        if server.poll() is None:
-            server.terminate()
-
-
-def _address(server, target, limit_s=60):
-    """Address with its token, read from the file that the server writes when it is up; None if it ended."""
-    from jupyter_core.paths import jupyter_runtime_dir
-
-    path = Path(jupyter_runtime_dir(), f"jpserver-{server.pid}.json")
-    end = time.monotonic() + limit_s
-    while server.poll() is None and time.monotonic() < end:
-        try:
-            info = json.loads(path.read_text())
-            return f"{info['url']}lab/tree/{target}?token={info['token']}"
-        except (OSError, ValueError):
-            time.sleep(0.1)
-    return None
+def _become(command, env) -> int:
+    """Run JupyterLab in this process's place, so that Ctrl-C and signals reach it; Windows cannot, it waits."""
+    os.chdir(bootstrap.ROOT)
+    if os.name == "nt":
+        return subprocess.call(command, env=env)
+    sys.stdout.flush()
+    os.execve(command[0], command, env)

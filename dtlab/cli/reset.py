@@ -1,4 +1,5 @@
 """``dtlab reset 00``: keep the reader's copy of a lesson aside and make a fresh one."""
+
 from dtlab.cli import bootstrap, working_copies
 
 

@@ -1,4 +1,5 @@
 """``dtlab run [--extra NAME] ARGS``: Python with ARGS in the course's environment."""
+
 import subprocess
 import sys
 

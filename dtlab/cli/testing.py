@@ -1,4 +1,5 @@
 """``dtlab test``: what a user's machine can run in about ten minutes; ``--all`` adds what takes long."""
+
 import os
 import subprocess
 import sys
