@@ -5,7 +5,7 @@ equals the one process. A technique is a row of ``TECHNIQUES``: a function that 
 trained.
 """
 import argparse
-import statistics
+import textwrap
 import time
 from collections.abc import Callable
 from dataclasses import dataclass, field
@@ -27,7 +27,7 @@ RTOL, ATOL = 1e-10, 1e-12  # float64: sums in another order differ by far less, 
 EXPLANATION = """
 Equal means, on every rank: the loss of each step, the last gradient of each parameter and each parameter
 after {steps} steps, within rtol {rtol:g} of one process.
-Time is not the gain: the {ranks} ranks share the cores of this machine ({cores}), which one process has to itself.
+Time is not the gain: all ranks ({ranks}) share the cores of this machine ({cores}), which one process has to itself.
 What a technique gains on real hardware is what the lessons count and replay."""
 
 
@@ -64,7 +64,7 @@ class Trained(NamedTuple):
     losses: list  # of the whole batch, one a step
     grads: dict   # name -> gradient of the last step
     params: dict  # name -> parameter after it
-    step_s: float
+    step_s: float  # the fastest step: the others wait for whatever else this machine does
 
 
 def train(job: Job, model, step: Callable) -> Trained:
@@ -76,7 +76,7 @@ def train(job: Job, model, step: Callable) -> Trained:
         seconds.append(time.perf_counter() - start)
     named = dict(model.named_parameters())
     return Trained(losses, {name: p.grad for name, p in named.items()}, {name: p.detach() for name, p in named.items()},
-                   statistics.median(seconds[1:] or seconds))
+                   min(seconds))
 
 
 def serial(job: Job) -> Trained:
@@ -192,7 +192,7 @@ def tensor_difference(ours: torch.Tensor | None, theirs: torch.Tensor) -> str | 
     index = tuple((~close).nonzero()[0].tolist())
     ratio = (ours.norm() / theirs.norm()).item()
     place = f"at {list(index)} " if index else ""
-    return f"{place}is {ours[index].item():.6g}, serial has {theirs[index].item():.6g} (size x {ratio:.4g})"
+    return f"{place}is {ours[index].item():.9g}, serial has {theirs[index].item():.9g} (size x {ratio:.7g})"
 
 
 def show_technique(ranks, technique: Technique, job: Job, reference: Trained, width: int) -> bool:
@@ -200,7 +200,7 @@ def show_technique(ranks, technique: Technique, job: Job, reference: Trained, wi
     try:
         rows = ranks.run(run_and_compare, technique.program, job, reference)
     except RankError as error:
-        print(f"{technique.name:<{width}}  FAILED\n  {error}", flush=True)
+        print(f"{technique.name:<{width}}  FAILED\n{textwrap.indent(str(error), '  ')}", flush=True)
         return False
     wrong = [(rank, row.difference) for rank, row in enumerate(rows) if row.difference]
     print_row(technique.name, "NO" if wrong else "yes", rows[0].losses, max(row.step_s for row in rows), width)
@@ -211,23 +211,28 @@ def show_technique(ranks, technique: Technique, job: Job, reference: Trained, wi
 
 def print_row(name: str, verdict: str, losses: list, step_s: float, width: int) -> None:
     """One line of the table."""
-    print(f"{name:<{width}}  {verdict:<16}  {losses[0]:.4f} -> {losses[-1]:.4f}  {1e3 * step_s:7.0f}", flush=True)
+    print(f"{name:<{width}}  {verdict:<16}  {losses[0]:.4f} -> {losses[-1]:.4f}  {1e3 * step_s:.0f}", flush=True)
 
 
 def run_tour(num_ranks: int, job: Job, techniques) -> int:
     """Print the table; 0 if every technique equals serial, 1 if anything differs."""
-    width = max(len(technique.name) for technique in techniques)
-    print(f"The small GPT ({num_params(job.model()):,} parameters, float64) on {len(job.data):,} bytes of text: "
-          f"{job.num_steps} steps of {job.batch_size} x {job.config.seq_length} tokens.\n")
-    print(f"{'':<{width}}  equal to serial?  loss              ms/step")
-    reference = serial(job)
-    print_row("one process", "reference", reference.losses, reference.step_s, width)
     with dtlab.launch(num_ranks) as ranks:
-        equal = [show_technique(ranks, technique, job, reference, width) for technique in techniques]
+        equal = print_table(ranks, job, techniques)
     print(EXPLANATION.format(steps=job.num_steps, rtol=RTOL, ranks=num_ranks, cores=machine.usable_cores()))
     if not all(equal):
         print(f"\n{equal.count(False)} of {len(equal)} techniques did not equal one process.")
     return 0 if all(equal) else 1
+
+
+def print_table(ranks, job: Job, techniques) -> list:
+    """Run one process, then every technique, a row each; a list of "equals serial"."""
+    width = max(len(technique.name) for technique in techniques)
+    print(f"The small GPT ({num_params(job.model()):,} parameters, float64) on {len(job.data):,} bytes of text: "
+          f"{job.num_steps} steps of {job.batch_size} x {job.config.seq_length} tokens.\n")
+    print(f"{'':<{width}}  equal to serial?  loss              fastest step, ms")
+    reference = serial(job)
+    print_row("one process", "reference", reference.losses, reference.step_s, width)
+    return [show_technique(ranks, technique, job, reference, width) for technique in techniques]
 
 
 def main(argv=None, *, techniques=TECHNIQUES, job: Job | None = None) -> int:
