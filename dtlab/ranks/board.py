@@ -1,0 +1,254 @@
+"""The board: shared memory in which every rank publishes its communication calls and says where it waits.
+
+Each rank writes only its own part; peers and the notebook read it. A rank's part holds its state and an append-only
+log of calls (a ring of fixed-size records; texts stand in a heap beside it). The poison text, written by the
+notebook, ends every wait.
+
+Channels: a collective counts calls on its ``group``; a send or receive counts on ``(group, source, destination,
+tag)``, each direction by itself. Call ``k`` of a channel on one rank meets call ``k`` of that channel on its peers.
+"""
+import mmap
+import os
+import struct
+import zlib
+from dataclasses import dataclass
+
+from dtlab.ranks import wire
+
+IDLE, RUNNING, ENDED, FAILED = range(4)  # state of a rank: between cells, in a cell, done with it, failed in it
+COLLECTIVE, SEND, RECV, RECV_ANY = range(4)  # kind of a call
+ANY = -1  # the peer of a receive from any source
+
+_STATE = struct.Struct("<QQQQ")  # state, calls published, call it waits in + 1 (0: none), cell number
+_RECORD = struct.Struct("<QQIiiB3xIIII")  # index, channel, seq, peer, tag, kind, texts of: op, where, what, group
+_RECORD_BYTES = 64  # the record and, in the last four bytes, its checksum
+NUM_RECORDS = 1 << 14
+HEAP_BYTES = 1 << 18
+POISON_BYTES = 1 << 16
+_PART_BYTES = 4096 + NUM_RECORDS * _RECORD_BYTES + HEAP_BYTES
+
+
+@dataclass(frozen=True)
+class Call:
+    """One published call. ``members`` are the global ranks it needs, ``peer`` the other rank of a send or receive."""
+
+    index: int
+    channel: int
+    seq: int
+    kind: int
+    peer: int
+    tag: int
+    op: str
+    where: str
+    what: str
+    members: tuple[int, ...]
+
+    def __str__(self):
+        name = self.op
+        if self.kind == SEND:
+            name += f" to rank {self.peer}"
+        elif self.kind == RECV:
+            name += f" from rank {self.peer}"
+        elif self.kind == RECV_ANY:
+            name += " from any rank"
+        return f"{name}({self.what}) at {self.where}" if self.what else f"{name} at {self.where}"
+
+
+def board_bytes(world_size):
+    """Size of a board's file; pages nobody writes cost nothing."""
+    return POISON_BYTES + world_size * _PART_BYTES
+
+
+class Board:
+    """A mapping of the board's file. ``rank`` is the writer's own rank, None in the notebook."""
+
+    def __init__(self, fd, world_size, rank=None):
+        self.memory = mmap.mmap(fd, board_bytes(world_size))
+        self.world_size, self.rank = world_size, rank
+        self.readers = [_Reader(self, r) for r in range(world_size)]
+        self._texts = {}  # text -> its place in this rank's heap
+        self._heap_used = 4
+
+    @staticmethod
+    def make_file(world_size):
+        """File descriptor of a new, empty board."""
+        fd = wire.anonymous_file("dtlab-board")
+        os.ftruncate(fd, board_bytes(world_size))
+        return fd
+
+    def _base(self, rank):
+        return POISON_BYTES + rank * _PART_BYTES
+
+    # state
+
+    def state(self, rank):
+        """``(state, calls published, index of the call it waits in or None, cell number)`` of a rank."""
+        state, head, waiting, cell = _STATE.unpack_from(self.memory, self._base(rank))
+        return state, head, (waiting - 1 if waiting else None), cell
+
+    def set_state(self, state, rank=None, cell=None):
+        """Set a rank's state (its own by default) and, with ``cell``, the number of the cell it works on."""
+        base = self._base(self.rank if rank is None else rank)
+        struct.pack_into("<Q", self.memory, base, state)
+        if cell is not None:
+            struct.pack_into("<Q", self.memory, base + 24, cell)
+
+    def set_waiting(self, index):
+        """Say that this rank waits in call ``index``; None when it goes on."""
+        struct.pack_into("<Q", self.memory, self._base(self.rank) + 16, 0 if index is None else index + 1)
+
+    # poison
+
+    @property
+    def poisoned(self):
+        return self.memory[0] != 0
+
+    def poison_text(self):
+        (size,) = struct.unpack_from("<I", self.memory, 4)
+        return self.memory[8 : 8 + size].decode(errors="replace")
+
+    def poison(self, text):
+        """End every wait on the board with this text."""
+        data = text.encode()[: POISON_BYTES - 8]
+        self.memory[8 : 8 + len(data)] = data
+        struct.pack_into("<I", self.memory, 4, len(data))
+        self.memory[0] = 1
+
+    def clear_poison(self):
+        self.memory[0] = 0
+
+    # publishing
+
+    def publish(self, *, channel, seq, kind, peer, tag, op, where, what, members):
+        """Append a call to this rank's log; its index."""
+        base = self._base(self.rank)
+        (index,) = struct.unpack_from("<Q", self.memory, base + 8)
+        texts = [self._text(t) for t in (op, where, what, ",".join(map(str, members)))]
+        record = _RECORD.pack(index, channel, seq, peer, tag, kind, *texts)
+        place = base + 4096 + (index % NUM_RECORDS) * _RECORD_BYTES
+        self.memory[place : place + len(record)] = record
+        struct.pack_into("<I", self.memory, place + _RECORD_BYTES - 4, zlib.crc32(record))
+        struct.pack_into("<Q", self.memory, base + 8, index + 1)
+        return index
+
+    def _text(self, text):
+        place = self._texts.get(text)
+        if place is None:
+            data = text.encode()[:2000]
+            place = self._heap_used
+            if place + 4 + len(data) > HEAP_BYTES:
+                return 0  # the heap is full: the call is still counted, its text is lost
+            heap = self._base(self.rank) + 4096 + NUM_RECORDS * _RECORD_BYTES
+            self.memory[heap + place + 4 : heap + place + 4 + len(data)] = data
+            struct.pack_into("<I", self.memory, heap + place, len(data))
+            self._texts[text] = place
+            self._heap_used += 4 + len(data)
+        return place
+
+    # reading
+
+    def count(self, rank, channel, kind):
+        """Calls of this kind that ``rank`` has published on ``channel``; None when its log ran away from this reader."""
+        reader = self.readers[rank]
+        reader.pump()
+        return None if reader.lost else reader.counts.get((channel, kind), 0)
+
+    def call(self, rank, index):
+        """The call with this index in a rank's log, or None when the ring has overwritten it."""
+        return self.readers[rank].read(index)
+
+    def pump(self):
+        """Read what the ranks have published since the last time."""
+        for reader in self.readers:
+            reader.pump()
+
+    def missing(self, rank, call):
+        """Ranks whose matching call is not published yet, for a call of ``rank``."""
+        if call.kind == COLLECTIVE:
+            return [m for m in call.members if m != rank and not self._has(m, call.channel, COLLECTIVE, call.seq)]
+        if call.kind == RECV_ANY:
+            sent = sum(self.readers[m].sends_to.get((rank, call.tag), 0) for m in call.members if m != rank)
+            return [] if sent > call.seq else [m for m in call.members if m != rank]
+        other = RECV if call.kind == SEND else SEND
+        if self._has(call.peer, call.channel, other, call.seq):
+            return []
+        if call.kind == SEND and self.readers[call.peer].receives_any:
+            return []  # it may be taken by a receive from any source
+        return [call.peer]
+
+    def _has(self, rank, channel, kind, seq):
+        count = self.count(rank, channel, kind)
+        return count is None or count > seq
+
+
+class _Reader:
+    """Follows one rank's log and keeps its counts."""
+
+    def __init__(self, board, rank):
+        self.board, self.rank = board, rank
+        self.next = 0
+        self.lost = False
+        self.counts = {}  # (channel, kind) -> calls
+        self.last = {}  # (channel, kind) -> index of the last call
+        self.sends_to = {}  # (destination, tag) -> sends
+        self.receives_any = 0
+
+    def pump(self):
+        head = struct.unpack_from("<Q", self.board.memory, self.board._base(self.rank) + 8)[0]
+        while self.next < head and not self.lost:
+            fields = self._fields(self.next)
+            if fields is None:
+                self.lost = head - self.next > NUM_RECORDS
+                return
+            _, channel, _, peer, tag, kind, *_ = fields
+            self.counts[channel, kind] = self.counts.get((channel, kind), 0) + 1
+            self.last[channel, kind] = self.next
+            if kind == SEND:
+                self.sends_to[peer, tag] = self.sends_to.get((peer, tag), 0) + 1
+            elif kind == RECV_ANY:
+                self.receives_any += 1
+            self.next += 1
+
+    def _fields(self, index):
+        memory = self.board.memory
+        place = self.board._base(self.rank) + 4096 + (index % NUM_RECORDS) * _RECORD_BYTES
+        record = memory[place : place + _RECORD.size]
+        (checksum,) = struct.unpack_from("<I", memory, place + _RECORD_BYTES - 4)
+        fields = _RECORD.unpack(record)
+        return fields if zlib.crc32(record) == checksum and fields[0] == index else None
+
+    def read(self, index):
+        fields = self._fields(index)
+        if fields is None:
+            return None
+        _, channel, seq, peer, tag, kind, *texts = fields
+        op, where, what, members = (self._text(t) for t in texts)
+        members = tuple(int(m) for m in members.split(",") if m.isdigit())
+        return Call(index, channel, seq, kind, peer, tag, op, where, what, members)
+
+    def _text(self, place):
+        if not place:
+            return "?"
+        heap = self.board._base(self.rank) + 4096 + NUM_RECORDS * _RECORD_BYTES
+        (size,) = struct.unpack_from("<I", self.board.memory, heap + place)
+        return self.board.memory[heap + place + 4 : heap + place + 4 + size].decode(errors="replace")
+
+
+
+def rank_list(ranks):
+    """``rank 2``, ``ranks 0-3`` or ``ranks 0, 2``.
+
+    Example:
+        >>> rank_list([0, 1, 2, 3]), rank_list([2]), rank_list([0, 2, 3])
+        ('ranks 0-3', 'rank 2', 'ranks 0, 2-3')
+    """
+    ranks = sorted(ranks)
+    if len(ranks) == 1:
+        return f"rank {ranks[0]}"
+    runs = []
+    for rank in ranks:
+        if runs and runs[-1][1] == rank - 1:
+            runs[-1][1] = rank
+        else:
+            runs.append([rank, rank])
+    return "ranks " + ", ".join(str(a) if a == b else f"{a}-{b}" for a, b in runs)

@@ -1,0 +1,273 @@
+"""On a rank: publish every communication call on the board, and wait in Python instead of in C++.
+
+``install`` (once, in the zygote) puts a Python kernel under every ``c10d`` operator at the BackendSelect key. That
+key is always active, so calls are seen from ``dist.*``, functional collectives, DDP's reducer, FSDP2 and user threads,
+with and without autograd, at no cost to other operators. ``Work.wait`` is replaced by a gate: it polls until all
+members have published the matching call, then lets torch wait. So nobody enters C++ behind a call that never comes,
+signals interrupt a wait at once, and the board always knows who waits for whom.
+
+Not seen: a wait that C++ makes by itself (DDP's reducer at the end of backward); the call it waits for is published.
+"""
+import functools
+import sys
+import time
+import zlib
+
+import torch
+import torch.distributed as dist
+from torch.distributed import distributed_c10d
+
+from dtlab.errors import ConfigError
+from dtlab.ranks import board as board_module
+from dtlab.ranks.board import ANY, COLLECTIVE, RECV, RECV_ANY, SEND
+
+_P2P = {"send": SEND, "recv_": RECV, "recv_any_source_": RECV_ANY}
+_NAMES = {  # c10d operator -> the name in torch.distributed
+    "allreduce_": "all_reduce",
+    "allgather_": "all_gather",
+    "_allgather_base_": "all_gather_into_tensor",
+    "reduce_scatter_": "reduce_scatter",
+    "_reduce_scatter_base_": "reduce_scatter_tensor",
+    "alltoall_": "all_to_all",
+    "alltoall_base_": "all_to_all_single",
+    "recv_any_source_": "recv",
+}
+_FAMILY = {"all_gather_into_tensor": "all_gather", "reduce_scatter_tensor": "reduce_scatter"}
+_SKIPPED_FILES = ("/torch/", "/dtlab/ranks/", "<frozen ", "/contextlib.py", "<string>")
+
+
+class Stopped(BaseException):
+    """Raised inside a rank's code to stop it. Not an Exception, so that ``except Exception`` does not swallow it."""
+
+
+class Publisher:
+    """Publishes the calls of one rank on one board and holds its waits. One for the life of a process group."""
+
+    def __init__(self, board, present):
+        self.board, self.rank = board, board.rank
+        self.present = present  # ranks that take part in the running cell
+        self._seqs = {}  # (channel, kind) -> next number
+        self._groups = {}  # group name -> (global ranks, hash of name and ranks)
+        self._works = {}  # id(Work) -> (Work, index of its call); pybind keeps one Python object per Work
+        self._by_tensor = {}  # storage address of a functional collective's result -> index of its call
+
+    def group_facts(self, group):
+        """``(global ranks, key)`` of a process group; the key is equal on all its members."""
+        name = group.group_name
+        if name not in self._groups:
+            ranks = tuple(dist.get_process_group_ranks(group))
+            self._groups[name] = ranks, f"{name}|{ranks}"
+        return self._groups[name]
+
+    def publish(self, op, kind, members, key, peer=ANY, tag=0, what=""):
+        """Publish a call before torch gets it; its index. Refuses a call that an absent rank would have to join."""
+        where = call_site()
+        wanted = members if kind == COLLECTIVE else (peer,) if peer != ANY else ()
+        absent = [r for r in wanted if r not in self.present]
+        if absent:
+            raise ConfigError(absent_text(op, absent, members, self.present))
+        if self.board.poisoned:
+            raise Stopped(self.board.poison_text())
+        if kind == COLLECTIVE:
+            channel = f"{key}|{_FAMILY.get(op, op)}"  # another collective on a peer is not the matching call
+        else:
+            ends = (self.rank, peer) if kind == SEND else (peer, self.rank)
+            channel = f"{key}|{ends[0]}>{ends[1]}|{tag}"
+        channel = zlib.crc32(channel.encode()) | zlib.adler32(channel.encode()) << 32
+        seq = self._seqs.get((channel, kind), 0)
+        self._seqs[channel, kind] = seq + 1
+        return self.board.publish(
+            channel=channel, seq=seq, kind=kind, peer=peer, tag=tag, op=op, where=where, what=what, members=members
+        )
+
+    def remember(self, work, index):
+        """Tie a handle to its call, until it is waited for."""
+        if len(self._works) > 1000:
+            self._works = {k: v for k, v in self._works.items() if not _is_done(v)}
+        self._works[id(work)] = work, index
+
+    def gate_work(self, work, timeout=None):
+        """Poll until the peers have published what this handle waits for."""
+        _, index = self._works.pop(id(work), (None, None))
+        if index is not None:
+            self.gate(index, work if self._is_collective(index) else None, timeout)
+
+    def _is_collective(self, index):
+        call = self.board.call(self.rank, index)
+        return call is not None and call.kind == COLLECTIVE
+
+    def gate(self, index, work=None, timeout=None):
+        """Poll until all members of call ``index`` have published it, or the board is poisoned."""
+        call = self.board.call(self.rank, index)
+        if call is None or not self._closed(call):
+            return
+        deadline = None if timeout is None else time.monotonic() + timeout.total_seconds()
+        self.board.set_waiting(index)
+        try:
+            pause = 2e-5
+            while self._closed(call) and not (work is not None and work.is_completed()):
+                if self.board.poisoned:
+                    raise Stopped(self.board.poison_text())
+                if deadline is not None and time.monotonic() > deadline:
+                    return  # torch's own wait reports the time-out the caller asked for
+                time.sleep(pause)
+                pause = min(pause * 1.5, 2e-3)
+        finally:
+            self.board.set_waiting(None)
+
+    def _closed(self, call):
+        self.board.pump()
+        return bool(self.board.missing(self.rank, call))
+
+
+def _is_done(entry):
+    try:
+        return entry[0].is_completed()
+    except Exception:
+        return True
+
+
+def absent_text(op, absent, members, present):
+    """Message for a call that needs ranks outside the running cell."""
+    return (
+        f"{op} needs {board_module.rank_list(absent)}, not in this cell (it runs on {board_module.rank_list(present)}): "
+        f"run the cell on {board_module.rank_list(members)}, or use a group of those that run"
+    )
+
+
+def call_site():
+    """``cell [3], line 4`` of the nearest frame outside torch and dtlab's engine."""
+    frame = sys._getframe(1)
+    while frame is not None:
+        filename = frame.f_code.co_filename
+        if not any(part in filename for part in _SKIPPED_FILES):
+            return f"{label_of(filename)}, line {frame.f_lineno}"
+        frame = frame.f_back
+    return "torch"
+
+
+_labels = {}  # file name -> how it is called in messages; cells are added as they arrive
+
+
+def name_file(filename, label):
+    """Call a file ``label`` in messages."""
+    _labels[filename] = label
+
+
+def label_of(filename):
+    """How a file is called in messages: its cell, or the last part of its path."""
+    return _labels.get(filename) or filename.rsplit("/", 1)[-1]
+
+
+current = None  # the Publisher of this rank, None where there is none
+
+
+def install():
+    """Put the publishing kernel under every c10d operator and the gate before ``Work.wait``. Once a process."""
+    if hasattr(install, "library"):
+        return
+    install.library = library = torch.library.Library("c10d", "IMPL")
+    after = torch._C._dispatch_keyset_full_after(torch._C.DispatchKey.BackendSelect)
+    for full_name in torch._C._dispatch_get_all_op_names():
+        namespace, name = full_name.split("::")
+        if namespace == "c10d" and name not in ("check_for_nan", "monitored_barrier_"):
+            op = getattr(torch.ops.c10d, name).default
+            library.impl(op, _kernel(op, name, after), "BackendSelect", with_keyset=True)
+    functional = install.functional = torch.library.Library("_c10d_functional", "IMPL")
+    wait = torch.ops._c10d_functional.wait_tensor.default
+    functional.impl(wait, _wait_kernel(wait, after), "BackendSelect", with_keyset=True)
+    _replace_work_wait()
+    _gate_new_group()
+
+
+def _kernel(op, name, after):
+    names = [a.name for a in op._schema.arguments]
+    group_at, kind = names.index("process_group"), _P2P.get(name, COLLECTIVE)
+    public = _NAMES.get(name, name.strip("_"))
+    tensors_at = 0 if kind != COLLECTIVE else max(0, next((i for i, n in enumerate(names) if n.startswith("input")), 0))
+    peer_at = names.index("dst") if kind == SEND else names.index("src") if kind == RECV else None
+    tag_at = names.index("tag") if kind != COLLECTIVE else None
+    work_at = None if len(op._schema.returns) == 1 else -1
+
+    def kernel(keyset, *args):
+        publisher = current
+        if publisher is None:
+            return op.redispatch(keyset & after, *args)
+        members, key = publisher.group_facts(dist.ProcessGroup.unbox(args[group_at]))
+        peer = ANY if peer_at is None else members[args[peer_at]]
+        tag = 0 if tag_at is None else args[tag_at]
+        index = publisher.publish(public, kind, members, key, peer, tag, _describe(args[tensors_at], public))
+        out = op.redispatch(keyset & after, *args)
+        boxed = out if work_at is None else out[work_at]
+        publisher.remember(distributed_c10d.Work.unbox(boxed), index)
+        if kind == COLLECTIVE:
+            _note_results(publisher, args[0], index)
+        return out
+
+    return kernel
+
+
+def _note_results(publisher, tensors, index):
+    """Functional collectives wait by tensor, not by handle: note which call fills which storage."""
+    for tensor in tensors if isinstance(tensors, (list, tuple)) else [tensors]:
+        if isinstance(tensor, torch.Tensor):
+            publisher._by_tensor[tensor.untyped_storage()._cdata] = index
+    while len(publisher._by_tensor) > 256:
+        publisher._by_tensor.pop(next(iter(publisher._by_tensor)))
+
+
+def _wait_kernel(op, after):
+    def kernel(keyset, tensor):
+        if current is not None:
+            index = current._by_tensor.pop(tensor.untyped_storage()._cdata, None)
+            if index is not None:
+                current.gate(index)
+        return op.redispatch(keyset & after, tensor)
+
+    return kernel
+
+
+def _describe(tensors, op):
+    """``4x3 float32`` of the tensor a call sends; the first of a list, with the number of the rest."""
+    if op == "barrier":
+        return ""
+    more = ""
+    while isinstance(tensors, (list, tuple)):
+        if not tensors:
+            return ""
+        more = f" and {len(tensors) - 1} more" if len(tensors) > 1 else more
+        tensors = tensors[0]
+    return _shape_text(tuple(tensors.shape), tensors.dtype) + more
+
+
+@functools.lru_cache(1024)
+def _shape_text(shape, dtype):
+    return "x".join(map(str, shape or ("scalar",))) + " " + str(dtype).removeprefix("torch.")
+
+
+def _replace_work_wait():
+    work_type = torch._C._distributed_c10d.Work
+    original = work_type.wait
+
+    @functools.wraps(original)
+    def wait(self, *args, **kwargs):
+        if current is not None:
+            current.gate_work(self, (args[0] if args else kwargs.get("timeout")))
+        return original(self, *args, **kwargs)
+
+    work_type.wait = wait
+
+
+def _gate_new_group():
+    """``new_group`` blocks inside torch's store; publish it on the default group and wait for the others here first."""
+    original = distributed_c10d._new_group_with_tag
+
+    @functools.wraps(original)
+    def new_group_with_tag(ranks=None, *args, **kwargs):
+        if current is not None and not kwargs.get("use_local_synchronization", False):
+            members, key = current.group_facts(dist.group.WORLD)
+            what = f"ranks={list(ranks)}" if ranks is not None else ""
+            current.gate(current.publish("new_group", COLLECTIVE, members, key, what=what))
+        return original(ranks, *args, **kwargs)
+
+    distributed_c10d._new_group_with_tag = new_group_with_tag

@@ -1,0 +1,104 @@
+"""On a rank: what code prints and shows becomes messages to the notebook, whole lines at a time."""
+import base64
+import io
+import os
+import sys
+import threading
+
+_RICH = {  # method of an object -> MIME type
+    "_repr_html_": "text/html",
+    "_repr_svg_": "image/svg+xml",
+    "_repr_png_": "image/png",
+    "_repr_markdown_": "text/markdown",
+    "_repr_latex_": "text/latex",
+}
+_REPR_CHARS = 100_000
+
+
+class Stream(io.TextIOBase):
+    """``sys.stdout`` or ``sys.stderr`` of a rank. Sends complete lines, so that no label ever splits one."""
+
+    def __init__(self, name, send):
+        self.name, self._send = name, send
+        self._partial = ""
+        self._lock = threading.RLock()
+        self._owner = os.getpid()
+
+    encoding, errors = "utf-8", "replace"
+
+    def writable(self):
+        return True
+
+    def fileno(self):
+        return 1 if self.name == "stdout" else 2
+
+    @property
+    def buffer(self):
+        """Binary twin for code that writes bytes."""
+        return open(self.fileno(), "wb", buffering=0, closefd=False)
+
+    def write(self, text):
+        if not isinstance(text, str):
+            raise TypeError(f"write() takes text, not {type(text).__name__}")
+        if os.getpid() != self._owner:  # a process forked by the rank (DataLoader) has no channel of its own
+            os.write(self.fileno(), text.encode(errors="replace"))
+            return len(text)
+        with self._lock:
+            whole, newline, self._partial = (self._partial + text).rpartition("\n")
+            if newline:
+                self._send(self.name, whole + newline)
+            if "\r" in self._partial:  # a bar drawn over itself: keep what would be seen
+                self._partial = self._partial[self._partial.rindex("\r", 0, -1) :] if len(self._partial) > 4096 else self._partial
+        return len(text)
+
+    def finish(self):
+        """Send an unfinished last line; at the end of a cell."""
+        with self._lock:
+            if self._partial:
+                self._send(self.name, self._partial + "\n")
+                self._partial = ""
+
+
+def mime_bundle(value):
+    """MIME type -> data for a value shown in a cell; plain text always."""
+    bundle = {"text/plain": _plain(value)}
+    pyplot = sys.modules.get("matplotlib.figure")
+    if pyplot is not None and isinstance(value, pyplot.Figure):
+        bundle["image/png"] = figure_png(value)
+        return bundle
+    for method, mime in _RICH.items():
+        function = getattr(type(value), method, None)
+        if function is not None and not isinstance(value, type):
+            try:
+                data = function(value)
+            except Exception:
+                continue  # plain text is there
+            if isinstance(data, tuple):
+                data = data[0]
+            if data is not None:
+                bundle[mime] = base64.b64encode(data).decode() if isinstance(data, bytes) else data
+    return bundle
+
+
+def _plain(value):
+    text = repr(value)
+    return text if len(text) <= _REPR_CHARS else text[:_REPR_CHARS] + f" ... ({len(text)} characters)"
+
+
+def figure_png(figure):
+    """A matplotlib figure as base64 PNG."""
+    data = io.BytesIO()
+    figure.savefig(data, format="png", bbox_inches="tight")
+    return base64.b64encode(data.getvalue()).decode()
+
+
+def show_open_figures(send, keep=()):
+    """Send every figure left open in pyplot and close it, as a notebook cell does at its end."""
+    pyplot = sys.modules.get("matplotlib.pyplot")
+    if pyplot is None:
+        return
+    for number in pyplot.get_fignums():
+        figure = pyplot.figure(number)
+        if not any(figure is k for k in keep):
+            send("mime", {"text/plain": _plain(figure), "image/png": figure_png(figure)})
+        pyplot.close(figure)

@@ -1,0 +1,138 @@
+"""Who waits for whom. Reads the board; decides by logic, not by a clock, that a wait can never end.
+
+A rank is *stuck* if it waits in a call that some rank will never publish: one that has ended its cell, failed, or is
+stuck itself. A rank that runs is never stuck, however long it computes. The verdict counts when two looks in a row
+see the same calls and the same waits.
+"""
+import time
+from dataclasses import dataclass, field
+
+import psutil
+
+from dtlab.ranks.board import COLLECTIVE, Call
+
+QUIET_S = 0.4  # no processor time for so long: the rank sleeps or waits outside Python
+PROGRESS_EVERY_S = 0.25
+
+
+@dataclass
+class Wait:
+    """One rank's wait: in ``call``, for the ranks in ``missing``."""
+
+    call: Call
+    missing: list[int]
+
+
+@dataclass
+class Look:
+    """The ranks of a cell at one moment."""
+
+    waits: dict[int, Wait]
+    running: list[int]
+    ended: list[int]
+    failed: list[int]
+    signature: tuple = field(repr=False, default=())
+
+    def stuck(self):
+        """Ranks whose wait can never end -> that wait."""
+        never = {*self.ended, *self.failed}
+        stuck = {rank: wait for rank, wait in self.waits.items() if wait.missing}
+        while True:
+            free = [r for r, w in stuck.items() if not any(m in never or m in stuck for m in w.missing)]
+            if not free:
+                return stuck
+            for rank in free:
+                del stuck[rank]
+
+
+class Monitor:
+    """Follows one cell on the board."""
+
+    def __init__(self, board, ranks, pids, limit_s):
+        self.board, self.ranks, self.limit_s = board, list(ranks), limit_s
+        self._processes = {r: psutil.Process(pids[r]) for r in ranks}
+        self._cpu_s = dict.fromkeys(ranks, 0.0)
+        self._moved_at = dict.fromkeys(ranks, time.monotonic())  # last time a rank used the processor or issued a call
+        self._heads = {}
+        self._checked_at = 0.0
+        self._last = None
+
+    def look(self, ended, failed):
+        """The ranks now; ``ended`` and ``failed`` are what the notebook knows of this cell."""
+        self.board.pump()
+        absent = [r for r in range(self.board.world_size) if r not in self.ranks]
+        waits, running, signature = {}, [], []
+        for rank in self.ranks:
+            _, head, waiting, _ = self.board.state(rank)
+            signature.append((head, waiting))
+            if rank in ended or rank in failed:
+                continue
+            wait = self._wait(rank, waiting) or self._wait_in_c(rank, {*absent, *ended, *failed})
+            if wait:
+                waits[rank] = wait
+            else:
+                running.append(rank)
+        return Look(waits, running, [*ended, *absent], list(failed), (tuple(signature), tuple(ended), tuple(failed)))
+
+    def _wait(self, rank, index):
+        call = None if index is None else self.board.call(rank, index)
+        return call and Wait(call, self.board.missing(rank, call))
+
+    def _wait_in_c(self, rank, never):
+        """The wait of a rank that does nothing while a collective of its own can no longer complete."""
+        if time.monotonic() - self._moved_at[rank] < QUIET_S:
+            return None
+        for wait in self.open_calls(rank):
+            if any(m in never for m in wait.missing):
+                return wait
+        return None
+
+    def open_calls(self, rank):
+        """Collectives that this rank has published and some member has not, oldest first."""
+        reader = self.board.readers[rank]
+        indices = sorted(i for (_, kind), i in reader.last.items() if kind == COLLECTIVE)
+        waits = [self._wait(rank, i) for i in indices]
+        return [w for w in waits if w and w.missing]
+
+    def verdict(self, ended, failed):
+        """Stuck ranks -> their waits, once two looks agree; else empty."""
+        look = self.look(ended, failed)
+        stuck = look.stuck()
+        agreed = stuck and self._last is not None and self._last == (look.signature, sorted(stuck))
+        self._last = look.signature, sorted(stuck)
+        return stuck if agreed else {}
+
+    def watch_progress(self, ended, failed):
+        """Note which ranks use the processor or issue calls."""
+        now = time.monotonic()
+        if now - self._checked_at < PROGRESS_EVERY_S:
+            return
+        self._checked_at = now
+        for rank in self.ranks:
+            head, cpu_s = self.board.state(rank)[1], self._cpu(rank)
+            if head != self._heads.get(rank) or (cpu_s > self._cpu_s[rank] + 0.02 and not self._is_waiting(rank)):
+                self._moved_at[rank] = now
+            self._heads[rank], self._cpu_s[rank] = head, cpu_s
+
+    def _is_waiting(self, rank):
+        return self.board.state(rank)[2] is not None
+
+    def _cpu(self, rank):
+        try:
+            times = self._processes[rank].cpu_times()
+            return times.user + times.system
+        except psutil.Error:
+            return self._cpu_s[rank]
+
+    def moved(self, rank):
+        """Say that a rank makes progress (it is importing, or sent output)."""
+        self._moved_at[rank] = time.monotonic()
+
+    def limit_reached(self, ended, failed):
+        """Whether ranks wait and no rank has made progress for the time limit."""
+        pending = [r for r in self.ranks if r not in ended and r not in failed]
+        if self.limit_s is None or not pending:
+            return False
+        if time.monotonic() - max(self._moved_at[r] for r in self.ranks) < self.limit_s:
+            return False
+        return any(self._is_waiting(r) or self.open_calls(r) for r in pending)

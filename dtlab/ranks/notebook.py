@@ -1,0 +1,96 @@
+"""IPython side: the ``%%ranks`` magic, names of cells in messages, and a hint when a name lives on the other side."""
+import linecache
+import shlex
+import sys
+import threading
+
+from dtlab.errors import ConfigError
+from dtlab.ranks.relay import notebook_shell
+
+_USAGE = "%%ranks [RANKS] [--timeout SECONDS], for example %%ranks 0,2 --timeout 30"
+
+
+def setup(shell):
+    """Register the magic and the hint in a shell; start the zygote in the background in a Jupyter kernel."""
+    if "ranks" not in shell.magics_manager.magics["cell"]:
+        shell.register_magic_function(_ranks_magic, magic_kind="cell", magic_name="ranks")
+        shell.set_custom_exc((NameError,), _show_name_error)
+    if getattr(shell, "kernel", None) is not None and threading.current_thread() is threading.main_thread():
+        from dtlab.ranks.nursery import nursery
+
+        nursery()
+
+
+def _ranks_magic(line, cell):
+    """Run the cell on ranks: %%ranks, %%ranks 1, %%ranks 0,2 --timeout 30."""
+    from dtlab.ranks.pool import current_ranks
+
+    pool = current_ranks()
+    if pool is None:
+        raise ConfigError("there are no ranks yet: run a cell with ranks = dtlab.launch(4) first")
+    chosen, timeout = parse_line(line)
+    number = sys.modules["IPython"].get_ipython().execution_count
+    pool.run_cell(cell, f"cell [{number}]", chosen, timeout)
+
+
+def parse_line(line):
+    """``(ranks or None, timeout or ...)`` of a magic's line.
+
+    Example:
+        >>> parse_line("0,2-3 --timeout 3")
+        ([0, 2, 3], 3.0)
+    """
+    ranks, timeout = None, ...
+    words = iter(shlex.split(line))
+    for word in words:
+        try:
+            if word == "--timeout":
+                timeout = float(next(words))
+            elif word.startswith("--timeout="):
+                timeout = float(word.partition("=")[2])
+            elif ranks is None and not word.startswith("-"):
+                ranks = _parse_ranks(word)
+            else:
+                raise ValueError
+        except (ValueError, StopIteration):
+            raise ConfigError(f"{word!r} is not understood: {_USAGE}") from None
+    return ranks, timeout
+
+
+def _parse_ranks(word):
+    if word == "all":
+        return None
+    ranks = []
+    for part in word.strip("[]").split(","):
+        first, dash, last = part.partition("-")
+        ranks += range(int(first), int(last) + 1) if dash else [int(first)]
+    return ranks
+
+
+def cell_sources(filenames):
+    """File name -> (label, source), for those of the files that are cells of this notebook; for tracebacks on ranks."""
+    shell = notebook_shell()
+    numbers = getattr(shell.compile, "_filename_map", {}) if shell is not None else {}
+    cells = [name for name in filenames if name in numbers and len(linecache.cache.get(name, ())) > 2]
+    return {name: (f"cell [{numbers[name]}]", "".join(linecache.cache[name][2])) for name in cells}
+
+
+def missing_name_hint(name):
+    """The cure for a name that a rank does not know but the notebook does."""
+    ipython = sys.modules.get("IPython")
+    shell = ipython.get_ipython() if ipython else None
+    if shell is not None and name in shell.user_ns:
+        return f"{name} lives in the notebook, not on the ranks: ranks.push({name}={name})"
+    return ""
+
+
+def _show_name_error(shell, kind, error, traceback, tb_offset=None):
+    """Show a NameError of the notebook, and say so if the name lives on the ranks."""
+    from dtlab.ranks.pool import current_ranks
+
+    pool, name = current_ranks(), getattr(error, "name", None)
+    if pool is not None and name and any(name in names for names in pool.names.values()):
+        error.add_note(f"{name} lives on the ranks: ranks.pull({name!r})") if hasattr(error, "add_note") else None
+        if not hasattr(error, "add_note"):
+            error.args = (f"{error.args[0]}. {name} lives on the ranks: ranks.pull({name!r})",)
+    shell.showtraceback((kind, error, traceback), tb_offset=tb_offset)

@@ -1,0 +1,153 @@
+"""In the notebook: the handle on the zygote process, which starts and buries ranks."""
+import atexit
+import contextlib
+import os
+import signal
+import subprocess
+import sys
+import threading
+import time
+
+from dtlab.errors import RankError
+from dtlab.ranks.wire import Channel, channel_pair
+
+READY_WITHIN_S = 120  # imports on a slow, loaded machine
+_QUIET = {  # read by libraries when they are first imported
+    "OMP_NUM_THREADS": "1",
+    "OPENBLAS_NUM_THREADS": "1",
+    "MKL_NUM_THREADS": "1",
+    "PYTORCH_NVML_BASED_CUDA_CHECK": "1",
+    "TORCH_CPP_LOG_LEVEL": "ERROR",
+}
+
+
+def start_method():
+    """``fork`` on Linux, ``spawn`` elsewhere; DTLAB_START_METHOD overrides."""
+    return os.environ.get("DTLAB_START_METHOD") or ("fork" if sys.platform == "linux" else "spawn")
+
+
+class Nursery:
+    """One zygote. Started in the background: the constructor returns at once, ``wait_ready`` waits for its imports."""
+
+    def __init__(self):
+        self.method, self.owner = start_method(), os.getpid()
+        mine, theirs = channel_pair()
+        argv = [sys.executable, "-c", _PROGRAM, repr(sys.path), str(theirs.fileno()), self.method]
+        argv.append(str(int(threading.current_thread() is threading.main_thread())))
+        self.process = subprocess.Popen(
+            argv,
+            pass_fds=[theirs.fileno()],
+            env={**os.environ, **_QUIET},
+            stdin=subprocess.DEVNULL,
+            stdout=subprocess.DEVNULL,
+            stderr=subprocess.PIPE,
+            start_new_session=True,
+        )
+        theirs.close()
+        self.channel = Channel(mine)
+        self.facts = None  # what it found when it was ready
+        self.exits = {}  # pid -> exit status of ranks that have ended
+
+    @property
+    def alive(self):
+        return self.owner == os.getpid() and self.process.poll() is None and not self.channel.closed
+
+    def wait_ready(self):
+        """Wait for the zygote's imports; its facts.
+
+        Raises:
+            RankError: it could not start; the message holds the last line of what it said.
+        """
+        if self.facts is None:
+            frame = self.channel.receive(READY_WITHIN_S)
+            if frame is None or frame[0][0] != "ready":
+                said = frame[0][1] if frame else self._last_words()
+                self.close()
+                raise RankError(f"the process that starts ranks did not come up: {said}. Try `dtlab doctor`.")
+            self.facts = frame[0][1]
+        return self.facts
+
+    def _last_words(self):
+        self.process.kill()
+        lines = self.process.stderr.read().decode(errors="replace").strip().splitlines()
+        return lines[-1] if lines else f"it gave no sign for {READY_WITHIN_S} s"
+
+    def start(self, settings, fds_by_rank):
+        """Start one process for each rank; rank -> pid. The descriptors stay open here."""
+        self.wait_ready()
+        fds = [fd for mine in fds_by_rank.values() for fd in mine]
+        ranks = list(fds_by_rank)
+        pids = {}
+        for at in range(0, len(ranks), 2):  # few descriptors in a frame
+            some = ranks[at : at + 2]
+            per_rank = len(fds) // len(ranks)
+            self.channel.send("start", settings, some, fds=fds[at * per_rank : (at + len(some)) * per_rank])
+        while len(pids) < len(ranks):
+            frame = self.channel.receive(READY_WITHIN_S)
+            if frame is None:
+                raise RankError("the process that starts ranks has ended; run the launch cell again")
+            if frame[0][0] == "failed":
+                raise RankError(f"{frame[0][1]}. Launch fewer ranks, or free memory and process slots.")
+            self._take(frame[0], pids)
+        return pids
+
+    def _take(self, message, pids=None):
+        if message[0] == "started" and pids is not None:
+            pids.update(message[1])
+        elif message[0] == "exited":
+            self.exits[message[2]] = message[3]
+
+    def poll(self):
+        """Take news of ranks that have ended."""
+        for message, _ in self.channel.receive_ready():
+            self._take(message)
+
+    def exit_status(self, pid, wait_s=0.5):
+        """Exit status of a rank that has ended (negative: signal), None if it is not known in time."""
+        deadline = time.monotonic() + wait_s
+        while pid not in self.exits and self.alive and time.monotonic() < deadline:
+            frame = self.channel.receive(max(0.0, deadline - time.monotonic()))
+            if frame:
+                self._take(frame[0])
+        return self.exits.pop(pid, None)
+
+    def kill(self, ranks):
+        """Kill ranks and what they started."""
+        self.channel.send("kill", list(ranks))
+
+    def close(self):
+        """End the zygote and all its ranks."""
+        if self.owner != os.getpid():
+            return
+        self.channel.close()
+        with contextlib.suppress(subprocess.TimeoutExpired):
+            self.process.wait(3)
+        if self.process.poll() is None:
+            with contextlib.suppress(OSError):
+                os.killpg(self.process.pid, signal.SIGKILL)
+            self.process.wait()
+        self.process.stderr.close()
+
+
+_PROGRAM = "import sys, ast; sys.path[:] = ast.literal_eval(sys.argv[1]); from dtlab.ranks.zygote import main; main()"
+_current = None
+
+
+def nursery():
+    """The zygote of this process, started when first asked for, and again if it has died."""
+    global _current
+    if _current is not None and not _current.alive:
+        _current.close()
+        _current = None
+    if _current is None:
+        _current = Nursery()
+    return _current
+
+
+@atexit.register
+def close():
+    """End the zygote, if there is one."""
+    global _current
+    if _current is not None:
+        _current.close()
+        _current = None

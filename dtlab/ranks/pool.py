@@ -1,0 +1,338 @@
+"""``dtlab.launch``: live ranks that the notebook talks to."""
+import contextlib
+import os
+import sys
+import threading
+
+from dtlab import machine
+from dtlab.errors import ConfigError, RankError
+from dtlab.ranks import notebook, parcels, wire
+from dtlab.ranks.board import Board, rank_list
+from dtlab.ranks.nursery import nursery
+from dtlab.ranks.run import CellRun
+
+DEFAULT_TIMEOUT_S = 20
+REGROUP_WITHIN_S = 30
+_current = None  # the ranks of the last launch
+
+
+def launch(world_size, *, device="auto", guard=True, timeout=DEFAULT_TIMEOUT_S, share_gpu=False):
+    """Start live processes joined in one ``torch.distributed`` group; ranks of an earlier launch end.
+
+    Args:
+        world_size: number of ranks (count, >= 1). More ranks than cores is fine, they take turns.
+        device: ``"auto"`` (NCCL where there is a GPU for each rank, else gloo on CPU), ``"cpu"`` or ``"cuda"``.
+        guard: watch for silent mistakes in every cell.
+        timeout: seconds for which no rank may make progress while others wait; slow work is not counted. None: for ever.
+        share_gpu: several ranks on one GPU, through gloo.
+
+    Returns:
+        Ranks: also a context manager that shuts them down at its end.
+
+    Raises:
+        ConfigError: an argument that cannot work, or more ranks than memory holds.
+        RankError: the processes could not be started.
+
+    Example:
+        >>> with launch(2) as ranks:                                                      # doctest: +SKIP
+        ...     ranks.run(lambda: dist.get_rank())
+        [0, 1]
+    """
+    global _current
+    if _in_rank():
+        raise ConfigError("launch was called on a rank; launch ranks from the notebook")
+    _check_size(world_size)
+    _check_timeout(timeout)
+    if device not in ("auto", "cpu", "cuda"):
+        raise ConfigError(f"device={device!r}: choose 'auto', 'cpu' or 'cuda'")
+    if _current is not None:
+        _current.shutdown()
+    _current = Ranks(world_size, device, guard, timeout, share_gpu)
+    return _current
+
+
+def current_ranks():
+    """The ranks of the last ``launch``, or None if there are none."""
+    return _current if _current is not None and _current.alive else None
+
+
+def _in_rank():
+    worker = sys.modules.get("dtlab.ranks.worker")
+    return worker is not None and worker._worker is not None
+
+
+def _check_size(world_size):
+    if isinstance(world_size, bool) or not isinstance(world_size, int) or world_size < 1:
+        raise ConfigError(f"world_size={world_size!r}: the number of ranks is a whole number from 1 up, for example 4")
+    free = machine.memory_available_bytes()
+    most = max(1, free // machine.BYTES_PER_RANK)
+    if world_size > most:
+        need = world_size * machine.BYTES_PER_RANK
+        raise ConfigError(
+            f"{world_size} ranks need about {need / 1e9:.1f} GB ({machine.BYTES_PER_RANK // 10**6} MB each), and "
+            f"{free / 1e9:.1f} GB are free: launch at most {most}, or close other kernels"
+        )
+
+
+def _check_timeout(timeout):
+    number = isinstance(timeout, (int, float)) and not isinstance(timeout, bool)
+    if timeout is not None and not (number and timeout > 0):
+        raise ConfigError(f"timeout={timeout!r}: seconds above 0, or None for no limit")
+
+
+class Ranks:
+    """Live ranks. Made by ``launch``; ``run``, ``push``, ``pull`` and the ``%%ranks`` magic talk to them."""
+
+    def __init__(self, world_size, device, guard, timeout, share_gpu):
+        self.size, self.guard, self.timeout = world_size, guard, timeout
+        self.alive = False
+        self.names = {}  # rank -> names of its variables
+        self.pids = {}
+        self._lock = threading.RLock()
+        self._cell_number = 0
+        self._channels, self._controls, self._raw = {}, {}, {}
+        self._store_fd = self._board_fd = None
+        self._nursery = nursery()
+        self._settings = self._choose_backend(device, share_gpu)
+        self._context_sent = None
+        try:
+            self._new_board()
+            self._start(range(world_size))
+            self._await_ready(range(world_size))
+        except BaseException:
+            self._close()
+            raise
+        self.alive = True
+
+    def _choose_backend(self, device, share_gpu):
+        gpus = self._nursery.wait_ready().get("gpus") or 0
+        if device == "auto":
+            device = "cuda" if 0 < gpus >= self.size else "cpu"
+        if device == "cuda" and (gpus == 0 or (gpus < self.size and not share_gpu)):
+            cure = "device='cpu'" if gpus == 0 else f"launch {gpus}, or share_gpu=True (several ranks on one GPU), or device='cpu'"
+            raise ConfigError(f"{self.size} ranks on CUDA need {self.size} GPUs, and {gpus} are visible: {cure}")
+        backend = "gloo" if device == "cpu" or share_gpu else "cpu:gloo,cuda:nccl"
+        threads = int(os.environ.get("OMP_NUM_THREADS") or max(1, machine.usable_cores() // self.size))
+        return {
+            "world_size": self.size,
+            "device": device,
+            "backend": backend,
+            "threads": threads,
+            "environ": {**os.environ, **_rank_environ(threads)},
+        }
+
+    # processes
+
+    def _new_board(self):
+        for fd in (self._store_fd, self._board_fd):
+            if fd is not None:
+                os.close(fd)
+        self._store_fd, self._board_fd = wire.anonymous_file("dtlab-store"), Board.make_file(self.size)
+        self.board = Board(self._board_fd, self.size)
+
+    def _start(self, ranks):
+        fds, mine = {}, {}
+        for rank in ranks:
+            (cells, cells_there), (control, control_there) = wire.channel_pair(), wire.channel_pair()
+            raw, raw_there = os.pipe()
+            os.set_blocking(raw, False)
+            mine[rank] = wire.Channel(cells), wire.Channel(control), raw
+            fds[rank] = [cells_there.detach(), control_there.detach(), raw_there, self._store_fd, self._board_fd]
+        try:
+            self.pids.update(self._nursery.start(self._settings, fds))
+        finally:
+            for there in fds.values():
+                for fd in there[:3]:
+                    os.close(fd)
+            for rank, (cells, control, raw) in mine.items():
+                self._channels[rank], self._controls[rank], self._raw[rank] = cells, control, raw
+
+    def _await_ready(self, ranks):
+        for rank in ranks:
+            frame = self._channels[rank].receive(REGROUP_WITHIN_S)
+            while frame and frame[0][0] == "output":
+                frame = self._channels[rank].receive(REGROUP_WITHIN_S)
+            if frame is None or frame[0][0] != "ready":
+                said = frame[0][3]["message"] if frame else "no answer"
+                raise RankError(f"rank {rank} of {self.size} did not join the group: {said}. Try `dtlab doctor`.", rank=rank)
+
+    def _drop(self, rank):
+        """Forget a process that has ended."""
+        for channels in (self._channels, self._controls):
+            channels.pop(rank).close()
+        os.close(self._raw.pop(rank))
+        self.names.pop(rank, None)
+
+    def repair(self, dead, regroup):
+        """After a failed cell: replace dead ranks and join a new group if calls are left hanging in the old one."""
+        if not self._nursery.alive:
+            self._close()
+            return
+        if dead or regroup:
+            self._new_board()
+            for rank in dead:
+                self._drop(rank)
+            self._cell_number += 1
+            for rank in self._channels:
+                self._channels[rank].send("regroup", self._cell_number, fds=[self._store_fd, self._board_fd])
+            kept = list(self._channels)
+            self._start(dead)
+            self._await_ready(dead)
+            for rank in kept:
+                self._await_done(rank)
+
+    def _await_done(self, rank):
+        frame = self._channels[rank].receive(REGROUP_WITHIN_S)
+        while frame and frame[0][0] != "done":
+            frame = self._channels[rank].receive(REGROUP_WITHIN_S)
+        if frame is None or frame[0][2] != "ok":
+            why = frame[0][3]["message"] if frame else "no answer"
+            self.shutdown()
+            text = f"rank {rank} could not join a new group ({why}); all ranks were ended. Run the launch cell again."
+            raise RankError(text, rank=rank)
+
+    # what the notebook calls
+
+    def run(self, fn, *args, ranks=None, timeout=..., guard=None, **kwargs):
+        """Call ``fn(*args, **kwargs)`` on ranks at the same time.
+
+        The function may be a lambda, a closure or use names of the notebook: they travel by value. Names that the
+        notebook does not have are those of the rank.
+
+        Args:
+            fn: any callable. On a rank ``rank``, ``world_size``, ``device``, ``dist`` and ``torch`` are there.
+            ranks: on which ranks; all by default.
+            timeout: seconds without progress while ranks wait; as in ``launch`` by default.
+            guard: as in ``launch`` by default.
+
+        Returns:
+            list: what each rank returned, in rank order. Tensors are private copies on the CPU.
+
+        Raises:
+            RankError: a rank failed; HangError: ranks waited for a call that never came.
+            ConfigError: an argument, or a name that the function uses, cannot travel.
+        """
+        if not callable(fn):
+            raise ConfigError(f"run takes a function, not {type(fn).__name__}: ranks.run(fn, *args)")
+        parcel = parcels.pack((fn, args, kwargs))
+        message = ("call", self._context(), parcel, notebook.cell_sources(parcel.filenames))
+        return self._cell(message, ranks, timeout, parcel=parcel)
+
+    def run_cell(self, code, label, ranks=None, timeout=...):
+        """Run the text of a cell on ranks; what the ``%%ranks`` magic does."""
+        self._cell(("cell", self._context(), code, label), ranks, timeout)
+
+    def push(self, **values):
+        """Set variables on every rank; each rank gets its own copy."""
+        self._require_alive()
+        parcel = parcels.pack(values)
+        self._command("push", range(self.size), parcel, parcel=parcel)
+
+    def pull(self, name, ranks=None):
+        """Values of a variable, in rank order."""
+        self._require_alive()
+        return self._command("pull", self._chosen(ranks), name)
+
+    def shutdown(self):
+        """End the processes. Again does nothing."""
+        with self._lock:
+            self._close()
+
+    def __enter__(self):
+        return self
+
+    def __exit__(self, *_):
+        self.shutdown()
+
+    def __len__(self):
+        return self.size
+
+    def __repr__(self):
+        state = "alive" if self.alive else "shut down"
+        return f"Ranks({self.size}, {self._settings['device']}, {state})"
+
+    def __reduce__(self):
+        raise ConfigError("ranks live in the notebook: code on a rank uses rank, world_size and dist instead")
+
+    # inside
+
+    def _require_alive(self):
+        if not self.alive:
+            raise ConfigError("these ranks were shut down (by shutdown() or a later launch): run the launch cell again")
+        if not self._nursery.alive:
+            self._close()
+            raise ConfigError("the ranks' processes have ended: run the launch cell again")
+
+    def _chosen(self, ranks):
+        if ranks is None:
+            return list(range(self.size))
+        chosen = [ranks] if isinstance(ranks, int) else sorted(set(ranks))
+        wrong = [r for r in chosen if isinstance(r, bool) or not isinstance(r, int) or not 0 <= r < self.size]
+        if wrong or not chosen:
+            raise ConfigError(f"ranks={ranks!r}: there are {rank_list(range(self.size))}")
+        return chosen
+
+    def _cell(self, message, ranks, timeout, parcel=None):
+        self._require_alive()
+        chosen = self._chosen(ranks)
+        timeout = self.timeout if timeout is ... else timeout
+        _check_timeout(timeout)
+        with self._exclusively():
+            kind, context, *rest = message
+            self._cell_number += 1
+            fds = [parcel.fd] if parcel and parcel.fd is not None else []
+            self.board.clear_poison()
+            for rank in chosen:
+                self._channels[rank].send(kind, self._cell_number, chosen, context, *rest, fds=fds)
+            if parcel:
+                parcel.close()
+            return CellRun(self, chosen, self._cell_number, timeout).finish()
+
+    def _command(self, kind, ranks, *rest, parcel=None):
+        with self._exclusively():
+            self._cell_number += 1
+            fds = [parcel.fd] if parcel and parcel.fd is not None else []
+            for rank in ranks:
+                self._channels[rank].send(kind, self._cell_number, *rest, fds=fds)
+            if parcel:
+                parcel.close()
+            return CellRun(self, ranks, self._cell_number, None).finish()
+
+    @contextlib.contextmanager
+    def _exclusively(self):
+        if not self._lock.acquire(blocking=False):
+            raise ConfigError("the ranks are busy with another cell: wait for it to end, or interrupt it")
+        try:
+            yield
+        finally:
+            self._lock.release()
+
+    def _context(self):
+        return {"path": list(sys.path), "cwd": os.getcwd()}
+
+    def _close(self):
+        self.alive = False
+        if self._nursery.alive and self._channels:
+            self._nursery.kill(list(self._channels))
+            for rank in list(self._channels):
+                if rank in self.pids:
+                    self._nursery.exit_status(self.pids[rank], wait_s=3)
+        for rank in list(self._channels):
+            self._drop(rank)
+        for fd in (self._store_fd, self._board_fd):
+            if fd is not None:
+                os.close(fd)
+        self._store_fd = self._board_fd = None
+
+
+def _rank_environ(threads):
+    loopback = "lo0" if sys.platform == "darwin" else "lo"
+    preset = os.environ.get("GLOO_SOCKET_IFNAME")
+    if preset not in (None, "", loopback):
+        print(f"GLOO_SOCKET_IFNAME={preset} is not used: ranks on one machine talk over {loopback}", file=sys.stderr)
+    return {
+        "GLOO_SOCKET_IFNAME": loopback,
+        "OMP_NUM_THREADS": str(threads),
+        "MPLBACKEND": "module://dtlab.ranks.figures",
+        "TORCH_CPP_LOG_LEVEL": "ERROR",
+    }

@@ -1,0 +1,170 @@
+"""In the notebook: what ranks print and show. Live while a cell runs; in rank order and folded when it has ended."""
+import os
+import sys
+import time
+
+from dtlab.ranks.board import rank_list
+
+LIVE_AFTER_S = 0.25  # quicker cells show their output once, when they have ended
+LIVE_EVERY_S = 0.1
+KEPT_CHARS = 200_000  # of each rank's text in one cell; the rest is counted
+_LIVE_LINES = 40
+
+
+def in_notebook():
+    """Whether this is a Jupyter kernel with somebody watching (not nbval, not a build)."""
+    return notebook_shell() is not None and not is_headless()
+
+
+def is_headless():
+    """Whether a test or a build runs this notebook: output comes once, at the end, as plain text."""
+    return bool(os.environ.get("PYTEST_CURRENT_TEST") or os.environ.get("DTLAB_HEADLESS"))
+
+
+def notebook_shell():
+    """The IPython shell of a Jupyter kernel, or None."""
+    ipython = sys.modules.get("IPython")
+    shell = ipython.get_ipython() if ipython else None
+    return shell if getattr(shell, "kernel", None) is not None else None
+
+
+class Relay:
+    """Collects the output of one cell, rank by rank."""
+
+    def __init__(self, ranks):
+        self.items = {rank: [] for rank in ranks}  # rank -> [(kind, data), ...]; kind stdout, stderr, mime
+        self._chars = dict.fromkeys(ranks, 0)
+        self._dropped = dict.fromkeys(ranks, 0)
+        self._bars = {}  # rank -> text of its progress bar
+        self._started = time.monotonic()
+        self._last_shown = 0.0
+        self._live = in_notebook()
+        self._handle = None
+        self._dirty = False
+        self.status = ""  # what a long cell is doing, under its live output
+
+    def add(self, rank, kind, data):
+        """Take one piece of a rank's output."""
+        items = self.items.setdefault(rank, [])
+        if kind == "progress":
+            return self._progress(rank, data)
+        if kind == "mime":
+            items.append((kind, data))
+        else:
+            self._add_text(rank, items, kind, data)
+        self._dirty = True
+        if not self._live and not is_headless() and notebook_shell() is None:
+            self._print_now(rank, kind, data)
+
+    def _add_text(self, rank, items, kind, text):
+        room = KEPT_CHARS - self._chars.get(rank, 0)
+        self._chars[rank] = self._chars.get(rank, 0) + min(len(text), max(room, 0))
+        if len(text) > room:
+            self._dropped[rank] = self._dropped.get(rank, 0) + len(text) - max(room, 0)
+            text = text[: max(room, 0)]
+        text = "".join(_last_drawn(line) for line in text.splitlines(True))
+        if items and items[-1][0] == kind:
+            items[-1] = kind, items[-1][1] + text
+        elif text:
+            items.append((kind, text))
+
+    def _progress(self, rank, data):
+        done, total, text = data
+        if self._live:
+            width = 30 * done // total if total else 0
+            bar = f"[{'#' * width}{'.' * (30 - width)}] " if total else ""
+            self._bars[rank] = f"{bar}{text}"
+            self._dirty = True
+        elif total and any(done == -(-total * part // 4) for part in (1, 2, 3, 4)):
+            self.add(rank, "stdout", text + "\n")
+
+    def _print_now(self, rank, kind, data):
+        text = data if kind != "mime" else data["text/plain"] + "\n"
+        stream = sys.stderr if kind == "stderr" else sys.stdout
+        print("".join(f"[{rank}] {line}\n" for line in text.splitlines()), end="", file=stream, flush=True)
+
+    def tick(self):
+        """Refresh the live view, not more often than it can be read."""
+        now = time.monotonic()
+        if not self._live or now - self._started < LIVE_AFTER_S or now - self._last_shown < LIVE_EVERY_S:
+            return
+        if self._dirty or self.status:
+            self._last_shown, self._dirty = now, False
+            self._show_live()
+
+    def _show_live(self):
+        lines = "".join(text for text, bundle in self.final() if bundle is None).splitlines()
+        if len(lines) > _LIVE_LINES:
+            lines = ["..."] + lines[-_LIVE_LINES:]
+        bar = list(self._bars.values())[:1]
+        self._update("\n".join(lines + bar + ([self.status] if self.status else [])))
+
+    def _update(self, text):
+        from IPython.display import display
+
+        bundle = {"text/plain": text or " "}
+        if self._handle is None:
+            self._handle = display(bundle, raw=True, display_id=True)
+        else:
+            self._handle.update(bundle, raw=True)
+
+    def final(self):
+        """The finished cell: ``[(text, None) or (label, MIME bundle), ...]``; equal output of several ranks is one entry."""
+        groups = []  # [[ranks], items]
+        for rank, items in sorted(self.items.items()):
+            items = self._with_note(rank, items)
+            same = next((g for g in groups if g[1] == items), None)
+            if same:
+                same[0].append(rank)
+            elif items:
+                groups.append([[rank], items])
+        return [entry for ranks, items in groups for entry in _entries(rank_list(ranks), items)]
+
+    def _with_note(self, rank, items):
+        if not self._dropped.get(rank):
+            return items
+        return [*items, ("stderr", f"... {self._dropped[rank]} more characters are not shown\n")]
+
+    def finish(self):
+        """Show the finished cell."""
+        if notebook_shell() is None and not is_headless():
+            return  # every line was printed when it came
+        entries = self.final()
+        if notebook_shell() is None:
+            print("".join(text if bundle is None else f"{text}: {bundle['text/plain']}\n" for text, bundle in entries), end="")
+            return
+        self._finish_in_notebook(entries)
+
+    def _finish_in_notebook(self, entries):
+        from IPython.display import display
+
+        if self._handle is not None:  # the live view becomes the first text of the finished cell
+            text = entries.pop(0)[0] if entries and entries[0][1] is None else ""
+            self._update(text.rstrip("\n"))
+        for text, bundle in entries:
+            print(text if bundle is None else text + ":\n", end="", flush=True)
+            if bundle is not None:
+                display(bundle, raw=True)
+
+
+def _entries(label, items):
+    """Texts with a label on each line, joined; rich values by themselves."""
+    entries = []
+    for kind, data in items:
+        if kind == "mime" and len(data) > 1:
+            entries.append((label, data))
+            continue
+        mark = f"{label} (stderr): " if kind == "stderr" else f"{label}: "
+        text = data["text/plain"] if kind == "mime" else data
+        text = "".join(f"{mark}{line}\n" for line in text.splitlines())
+        if entries and entries[-1][1] is None:
+            entries[-1] = entries[-1][0] + text, None
+        else:
+            entries.append((text, None))
+    return entries
+
+
+def _last_drawn(line):
+    """What is left of a line that was drawn over itself with carriage returns."""
+    end = "\n" if line.endswith("\n") else ""
+    return line.rstrip("\r\n").rsplit("\r", 1)[-1] + end

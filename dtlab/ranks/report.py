@@ -1,0 +1,143 @@
+"""The sentences of RankError and HangError: the cause first, then who waited where, then what is left."""
+from dtlab.errors import HangError, RankError
+from dtlab.ranks.board import rank_list
+
+_SIGNALS = {
+    6: "aborted (a fatal error in C++ code)",
+    7: "bus error (shared memory ran out?)",
+    9: "killed, often because memory ran out",
+    11: "segmentation fault (a crash in C++ code)",
+    15: "terminated",
+}
+
+
+def died_text(status):
+    """How a process ended, with the likely cause.
+
+    Example:
+        >>> died_text(-9), died_text(3)
+        ('its process died: signal 9 (killed, often because memory ran out)', 'its process ended with exit code 3')
+    """
+    if status is not None and status < 0:
+        return f"its process died: signal {-status}" + (f" ({_SIGNALS[-status]})" if -status in _SIGNALS else "")
+    return "its process ended" + ("" if status is None else f" with exit code {status}")
+
+
+def error_lines(error):
+    """``Type: message`` and the lines it stands on."""
+    lines = [f"{error['type']}: {error['message']}" if error["message"] else error["type"]]
+    for label, number, function, source in error["frames"][-6:]:
+        lines.append(f"  {label}, line {number}" + (f", in {function}" if function != "<module>" else ""))
+        if source:
+            lines.append(f"    {source.strip()}")
+    return lines
+
+
+def failure(world_size, failures, root, stopped, waits, kept, hint=""):
+    """The error to raise when ranks failed.
+
+    Args:
+        world_size: number of ranks.
+        failures: rank -> description of its exception, or a text for a rank whose process died.
+        root: the rank that failed first, the cause of the rest.
+        stopped: ranks that were stopped because of it.
+        waits: rank -> text of the call it was in.
+        kept: sentence on what is left of the ranks' variables.
+        hint: a cure that fits the error.
+    """
+    cause = failures[root]
+    same = [r for r, f in failures.items() if _same(f, cause)]
+    if isinstance(cause, str):
+        lines, kind = [f"{rank_list([root])} of {world_size} died: {cause}"], "died"
+    else:
+        lines, kind = error_lines(cause), cause["type"]
+        lines[0] = f"{rank_list(same)} of {world_size} failed: {lines[0]}"
+    lines += [hint] if hint else []
+    for rank, other in failures.items():
+        if rank not in same and rank != root:
+            text = other if isinstance(other, str) else error_lines(other)[0]
+            lines.append(f"{rank_list([rank])} failed too: {text}")
+    if stopped:
+        lines.append(f"{rank_list(stopped)}: stopped because {rank_list([root])} failed" + _where(stopped, waits))
+    lines += [kept] if kept else []
+    error = RankError("\n".join(lines), rank=root, cause=kind, stopped=stopped)
+    error.tracebacks = {r: f["traceback"] for r, f in failures.items() if not isinstance(f, str)}
+    return error
+
+
+def _same(a, b):
+    if isinstance(a, str) or isinstance(b, str):
+        return a is b
+    return (a["type"], a["message"], a["frames"]) == (b["type"], b["message"], b["frames"])
+
+
+def _where(stopped, waits):
+    texts = {waits.get(r) for r in stopped}
+    if len(texts) == 1 and None not in texts:
+        return f", in {texts.pop()}"
+    known = [f"rank {r} in {waits[r]}" for r in stopped if r in waits]
+    return f" ({'; '.join(known)})" if known else ""
+
+
+def hang(stuck, look, last_calls, places, kept, limit_s=None):
+    """The error to raise when ranks waited in vain.
+
+    Args:
+        stuck: rank -> Wait.
+        look: the Look of that moment.
+        last_calls: rank -> text of its last call, for ranks that do not wait.
+        places: rank -> where its main thread is, for ranks that run.
+        kept: sentence on what is left.
+        limit_s: the time limit if that ended the wait.
+    """
+    missing = sorted({m for w in stuck.values() for m in w.missing if m not in stuck})
+    lines = [_headline(stuck, missing, limit_s)]
+    for wait, ranks in _grouped(stuck):
+        waits = "waits" if len(ranks) == 1 else "wait"
+        lines.append(f"  {rank_list(ranks)} {waits} in {wait.call}, for {rank_list(wait.missing)}")
+    for rank in missing:
+        doing = "is not part of this cell"
+        if rank in look.failed:
+            doing = "has failed"
+        elif rank in look.ended and rank in last_calls:
+            doing = f"has finished its cell; {last_calls[rank]}"
+        elif rank not in look.ended:
+            doing = f"is at {places.get(rank) or 'an unknown place'}; {last_calls.get(rank, '')}"
+        lines.append(f"  rank {rank} {doing}")
+    if limit_s is not None:
+        lines.append(f"If it only needed longer: timeout={int(limit_s * 3) or 1} on launch or run, %%ranks --timeout.")
+    lines += [kept] if kept else []
+    waiting = {r: str(w.call) for r, w in stuck.items()}
+    return HangError("\n".join(lines), waiting=waiting, missing=missing, rank=min(missing or stuck), cause="hang")
+
+
+def _headline(stuck, missing, limit_s):
+    ops = sorted({w.call.op for w in stuck.values()})
+    if limit_s is not None:
+        return f"no rank made progress for {limit_s:g} s while {rank_list(stuck)} waited in {' and '.join(ops)}"
+    if missing:
+        return f"{rank_list(missing)} never called {' or '.join(ops)}, which {rank_list(stuck)} wait{'s' * (len(stuck) == 1)} in"
+    return f"{rank_list(stuck)} wait for each other: {_cycle(stuck)}"
+
+
+def _cycle(stuck):
+    """``0 -> 1 -> 0``: follow the waits until a rank comes back."""
+    path = [min(stuck)]
+    while True:
+        following = next((m for m in stuck[path[-1]].missing if m in stuck), None)
+        if following is None:
+            return " -> ".join(map(str, path))
+        if following in path:
+            return " -> ".join(map(str, [*path[path.index(following) :], following]))
+        path.append(following)
+
+
+def _grouped(stuck):
+    groups = []
+    for rank, wait in sorted(stuck.items()):
+        same = next((g for g in groups if (str(g[0].call), g[0].missing) == (str(wait.call), wait.missing)), None)
+        if same:
+            same[1].append(rank)
+        else:
+            groups.append((wait, [rank]))
+    return groups

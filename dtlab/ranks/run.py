@@ -1,0 +1,282 @@
+"""One cell on the ranks, seen from the notebook: collect, watch, stop what must be stopped, report."""
+import contextlib
+import os
+import selectors
+import time
+
+from dtlab.errors import ConfigError
+from dtlab.ranks import parcels, report
+from dtlab.ranks.board import COLLECTIVE, RECV, SEND, rank_list
+from dtlab.ranks.monitor import Monitor
+from dtlab.ranks.relay import Relay
+
+TICK_S = 0.02
+GRACE_S = 0.4  # after the first failure: time for the others to fail by themselves and be heard
+SOCKETS_AFTER_S = 0.3  # ladder: a signal at once, then gloo's sockets, then the process
+KILL_AFTER_S = 1.5
+
+
+class CellRun:
+    """Runs until every chosen rank has answered, died, or been stopped."""
+
+    def __init__(self, pool, ranks, number, limit_s):
+        self.pool, self.ranks, self.number = pool, list(ranks), number
+        self.relay = Relay(self.ranks)
+        self.values, self.failures, self.stopped, self.dead = {}, {}, [], []
+        self.order = []  # ranks in the order in which they failed
+        self.waits = {}  # rank -> text of the call it was stopped in
+        self.monitor = Monitor(pool.board, self.ranks, pool.pids, limit_s)
+        self.hang = None  # (stuck, look, limit_s) when a wait could not end
+        self.interrupted = False
+        self._stop_at, self._steps = None, set()
+        self._failed_at = None
+        self._started = time.monotonic()
+
+    @property
+    def pending(self):
+        done = (*self.values, *self.failures, *self.stopped, *self.dead)
+        return [r for r in self.ranks if r not in done]
+
+    def finish(self):
+        """Wait for the ranks; their values in rank order, or the error that tells what happened."""
+        with selectors.DefaultSelector() as selector:
+            for rank in self.ranks:
+                selector.register(self.pool._channels[rank], selectors.EVENT_READ, ("cells", rank))
+                selector.register(self.pool._raw[rank], selectors.EVENT_READ, ("raw", rank))
+            while True:
+                try:
+                    self._collect(selector)
+                    break
+                except KeyboardInterrupt:
+                    if self.interrupted:
+                        self.pool._nursery.kill(self.pending)  # asked twice
+                    self.interrupted = True
+                    self._begin_stop("interrupted")
+        self._drain_raw()
+        kept = self._repair()
+        self.relay.finish()
+        if self.interrupted:
+            raise KeyboardInterrupt("\n".join(["the ranks were interrupted", *([kept] if kept else [])])) from None
+        if self.failures or self.dead or self.hang or self.stopped:
+            raise self._error(kept)
+        return [self.values[r] for r in self.ranks]
+
+    # collect
+
+    def _collect(self, selector):
+        while self.pending:
+            for key, _ in selector.select(TICK_S):
+                kind, rank = key.data
+                if kind == "raw":
+                    if not self._read_raw(rank):
+                        selector.unregister(key.fileobj)
+                elif not self._read_cells(rank):
+                    selector.unregister(key.fileobj)
+            self._watch()
+            self.relay.tick()
+
+    def _read_cells(self, rank):
+        channel = self.pool._channels[rank]
+        for message, fds in channel.receive_ready():
+            if message[0] == "output":
+                self.relay.add(rank, *message[1:])
+            elif message[0] == "done" and message[1] == self.number:
+                self._take_result(rank, message, fds)
+        if channel.closed and rank in self.pending:
+            self._take_death(rank)
+        return not channel.closed
+
+    def _take_result(self, rank, message, fds):
+        _, _, status, value, names = message
+        if names is not None:
+            self.pool.names[rank] = names
+        if status == "ok":
+            value.fd = fds[0] if fds else None
+            self.values[rank] = self._unpack(rank, value)
+        elif status == "stopped":
+            self.stopped.append(rank)
+        else:
+            self._take_failure(rank, value)
+
+    def _unpack(self, rank, parcel):
+        try:
+            return parcels.unpack(parcel)[0]
+        except Exception as error:
+            text = f"the value of rank {rank} cannot be read in the notebook ({type(error).__name__}: {error})"
+            raise ConfigError(text + ". Return tensors, numbers, text, lists or dicts.") from None
+
+    def _take_failure(self, rank, failure):
+        if failure["lost_peer"] and self._stop_at is not None:
+            self.stopped.append(rank)  # its sockets were shut to stop it
+            return
+        self.failures[rank] = failure
+        self.order.append(rank)
+        self._failed_at = self._failed_at or time.monotonic()
+
+    def _take_death(self, rank):
+        self.dead.append(rank)
+        if self._stop_at is None:
+            self.failures[rank] = report.died_text(self.pool._nursery.exit_status(self.pool.pids[rank]))
+            self.order.append(rank)
+            self._failed_at = self._failed_at or time.monotonic()
+
+    def _read_raw(self, rank):
+        try:
+            data = os.read(self.pool._raw[rank], 1 << 16)
+        except BlockingIOError:
+            return True
+        if data:
+            self.relay.add(rank, "stdout", data.decode(errors="replace"))
+        return bool(data)
+
+    def _drain_raw(self):
+        for rank in self.ranks:
+            with contextlib.suppress(OSError):
+                while data := os.read(self.pool._raw[rank], 1 << 16):
+                    self.relay.add(rank, "stdout", data.decode(errors="replace"))
+
+    # watch
+
+    def _watch(self):
+        now = time.monotonic()
+        if self._stop_at is not None:
+            return self._climb(now - self._stop_at)
+        ended, failed = list(self.values), [*self.failures, *self.dead]
+        self.monitor.watch_progress(ended, failed)
+        stuck = self.monitor.verdict(ended, failed) if now - self._started > TICK_S else {}
+        if stuck and self._failed_at is None:
+            look = self.monitor.look(ended, failed)
+            self._begin_hang(stuck, look, None)
+        elif self._failed_at is not None and (stuck or now - self._failed_at > GRACE_S):
+            self._begin_stop(f"stopped because {rank_list(self.order[:1])} failed")
+        elif self.monitor.limit_reached(ended, failed) and not self._any_importing():
+            self._begin_hang(*self._overdue(ended, failed), self.monitor.limit_s)
+        elif now - self._started > 2:
+            self.relay.status = self._status(now)
+
+    def _overdue(self, ended, failed):
+        look = self.monitor.look(ended, failed)
+        waits = dict(look.waits)
+        for rank in look.running:
+            if opened := self.monitor.open_calls(rank):
+                waits[rank] = opened[0]
+        return waits, look
+
+    def _any_importing(self):
+        for rank in self.pending:
+            if self._where(rank)[1]:
+                self.monitor.moved(rank)
+                return True
+        return False
+
+    def _where(self, rank):
+        """``(place of the rank's main thread, whether it is importing)``."""
+        control = self.pool._controls[rank]
+        control.send("where")
+        frame = control.receive(timeout=0.3)
+        return frame[0][1] if frame else (None, False)
+
+    def _status(self, now):
+        look = self.monitor.look(list(self.values), [])
+        parts = [f"rank {r} waits in {w.call.op} for {rank_list(w.missing)}" for r, w in sorted(look.waits.items()) if w.missing]
+        return f"running for {now - self._started:.0f} s" + (": " + "; ".join(parts[:4]) if parts else "")
+
+    # stop
+
+    def _begin_hang(self, stuck, look, limit_s):
+        self.hang = stuck, look, limit_s
+        self.places = {r: self._where(r)[0] for r in look.running}
+        self._begin_stop("stopped: the wait could not end")
+
+    def _begin_stop(self, text):
+        if self._stop_at is not None:
+            return
+        for rank in self.pending:
+            if opened := self.monitor.open_calls(rank):
+                self.waits[rank] = str(opened[0].call)
+        look = self.monitor.look(list(self.values), [*self.failures, *self.dead])
+        self.waits.update({r: str(w.call) for r, w in look.waits.items()})
+        self._stop_at = time.monotonic()
+        self.pool.board.poison(text)
+        for rank in self.pending:
+            self.pool._controls[rank].send("stop", text)
+
+    def _climb(self, seconds):
+        """The ladder: after the signal, gloo's sockets; then the process."""
+        for step, after in (("sockets", SOCKETS_AFTER_S), ("kill", KILL_AFTER_S)):
+            if seconds > after and step not in self._steps:
+                self._steps.add(step)
+                if step == "sockets":
+                    for rank in self.pending:
+                        self.pool._controls[rank].send("sockets")
+                else:
+                    self.pool._nursery.kill(self.pending)
+
+    # after
+
+    def _repair(self):
+        """Make the ranks usable again; a sentence on what that cost, empty if nothing."""
+        clean = not (self.failures or self.dead or self.stopped or self.interrupted)
+        if clean:
+            return ""
+        regroup = bool("sockets" in self._steps) or not is_settled(self.pool.board)
+        dead = sorted(self.dead)
+        self.pool.repair(dead, regroup)
+        if not self.pool.alive:
+            return "All ranks have ended: run the launch cell again."
+        kept = ""
+        if dead:
+            rest = [r for r in range(self.pool.size) if r not in dead]
+            new = "is a new process and has lost its variables" if len(dead) == 1 else "are new processes and have lost their variables"
+            kept = f"{rank_list(dead)} {new}" + (f"; {rank_list(rest)} kept theirs." if rest else ".")
+        if dead or regroup:
+            kept += (" " if kept else "Variables are kept. ") + "Process groups and DDP modules made before must be made again."
+        return kept
+
+    def _error(self, kept):
+        if self.hang and not self.failures:
+            stuck, look, limit_s = self.hang
+            return report.hang(stuck, look, self._last_calls(look), self.places, kept, limit_s)
+        if not self.order:
+            return report.failure(self.pool.size, {self.dead[0]: "stopped"}, self.dead[0], self.stopped, {}, kept)
+        root = self._root()
+        stopped = sorted({*self.stopped, *(r for r in self.dead if r not in self.failures)})
+        victims = [r for r, f in self.failures.items() if r != root and not isinstance(f, str) and f["lost_peer"]]
+        failures = {r: f for r, f in self.failures.items() if r not in victims}
+        return report.failure(
+            self.pool.size, failures, root, sorted([*stopped, *victims]), self.waits, kept, self._hint(failures[root])
+        )
+
+    def _root(self):
+        """The rank that failed first; one that only lost its peer is not the cause."""
+        causes = [r for r in self.order if isinstance(self.failures[r], str) or not self.failures[r]["lost_peer"]]
+        died = [r for r in causes if isinstance(self.failures[r], str)]
+        return (died or causes or self.order)[0]
+
+    def _hint(self, failure):
+        from dtlab.ranks.notebook import missing_name_hint
+
+        return "" if isinstance(failure, str) or not failure["name"] else missing_name_hint(failure["name"])
+
+    def _last_calls(self, look):
+        texts = {}
+        for rank in range(self.pool.size):
+            if rank in look.waits:
+                continue
+            reader = self.monitor.board.readers[rank]
+            call = self.monitor.board.call(rank, max(reader.last.values())) if reader.last else None
+            texts[rank] = f"its last call was {call}" if call else "it has made no call"
+        return texts
+
+
+def is_settled(board):
+    """Whether every published call has met its partners, so that nothing hangs in the group."""
+    board.pump()
+    for rank, reader in enumerate(board.readers):
+        if reader.lost:
+            return False
+        for (_, kind), index in reader.last.items():
+            call = board.call(rank, index)
+            if call is None or (kind in (COLLECTIVE, SEND, RECV) and board.missing(rank, call)):
+                return False
+    return True

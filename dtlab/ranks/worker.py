@@ -1,0 +1,315 @@
+"""The process of one rank: joins the group, then runs what the notebook sends until the notebook is gone.
+
+The main thread runs cells. A second thread takes out-of-band commands while a cell runs: stop it (a signal that raises
+``Stopped``), shut the sockets that gloo waits on, say where the main thread is.
+"""
+import contextlib
+import datetime
+import faulthandler
+import os
+import signal
+import socket
+import sys
+import threading
+import time
+
+import torch
+import torch.distributed as dist
+
+from dtlab.errors import ConfigError
+from dtlab.ranks import calls, cells, console, parcels
+from dtlab.ranks.board import ENDED, FAILED, RUNNING, Board
+from dtlab.ranks.wire import Channel
+from dtlab.ranks.zygote import die_with_parent
+
+_STOP_SIGNAL = signal.SIGUSR2
+_STOP_AGAIN_S = 0.5  # code that swallowed the first stop gets another
+
+
+class Worker:
+    """One rank."""
+
+    def __init__(self, settings, rank, fds):
+        self.settings, self.rank, self.world_size = settings, rank, settings["world_size"]
+        self.cells_channel, self.control_channel = (Channel(socket.socket(fileno=fd)) for fd in fds[:2])
+        self.store_fd, self.board_fd = fds[3:5]
+        self.running = False  # a cell runs, so a stop may be raised
+        self.stop_text = None
+        self.stopped_at = None
+        self.cell_number = 0
+        self.send_lock = threading.Lock()
+        self.namespace = cells.Namespace()
+        self.known_names = []
+
+    # start
+
+    def start(self):
+        """Join the group and say so."""
+        self._streams = {name: console.Stream(name, self.send_output) for name in ("stdout", "stderr")}
+        sys.stdout, sys.stderr = self._streams["stdout"], self._streams["stderr"]
+        os.register_at_fork(after_in_child=_forget_rank)
+        signal.signal(_STOP_SIGNAL, self._raise_stop)
+        signal.signal(signal.SIGINT, signal.SIG_IGN)  # the notebook decides what an interrupt means
+        torch.set_num_threads(self.settings["threads"])
+        self.device = self._device()
+        self.join_group()
+        self.namespace.predefine(
+            rank=self.rank, world_size=self.world_size, device=self.device, dist=dist, torch=torch, display=self.display
+        )
+        threading.Thread(target=self._control, daemon=True, name="dtlab-control").start()
+        self.reply("ready", os.getpid())
+
+    def _device(self):
+        if self.settings["device"] != "cuda":
+            return torch.device("cpu")
+        local = self.rank % torch.cuda.device_count()
+        torch.cuda.set_device(local)
+        return torch.device("cuda", local)
+
+    def join_group(self):
+        """Make the process group and the publisher on the current store and board."""
+        store = dist.FileStore(f"/dev/fd/{self.store_fd}", self.world_size)
+        dist.init_process_group(
+            self.settings["backend"],
+            store=store,
+            rank=self.rank,
+            world_size=self.world_size,
+            timeout=datetime.timedelta(days=1),  # dtlab's own limit decides, and says who waits for whom
+        )
+        self.board = Board(self.board_fd, self.world_size, self.rank)
+        self.publisher = calls.current = calls.Publisher(self.board, present=range(self.world_size))
+
+    # talk
+
+    def reply(self, *message, fds=()):
+        with self.send_lock:
+            self.cells_channel.send(*message, fds=fds)
+
+    def send_output(self, kind, data):
+        self.reply("output", kind, data)
+
+    def display(self, *values):
+        """Show values in the notebook, labelled with this rank."""
+        for value in values:
+            cells.show_value(value, self.send_output)
+
+    # commands
+
+    def serve(self):
+        """Take commands until the notebook's end closes."""
+        while True:
+            frame = self.cells_channel.receive()
+            if frame is None:
+                os._exit(0)
+            message, fds = frame
+            getattr(self, "on_" + message[0])(*message[1:], fds=fds)
+
+    def on_cell(self, number, present, context, code, label, fds):
+        """Run the text of a cell."""
+        show = lambda value: cells.show_value(value, self.send_output)  # noqa: E731
+        self._run(number, present, context, lambda: cells.run_code(code, label, self.namespace, show) and None)
+
+    def on_call(self, number, present, context, parcel, files, fds):
+        """Call a function that came from the notebook; its value goes back."""
+
+        def call():
+            for filename, (label, source) in files.items():
+                cells.remember_source(filename, label, source)
+            parcel.fd = fds[0] if fds else None
+            (function, args, kwargs), all_globals = parcels.unpack(parcel)
+            return cells.run_function(function, args, kwargs, all_globals, self.namespace)
+
+        self._run(number, present, context, call)
+
+    def on_push(self, number, parcel, fds):
+        """Put values into the namespace."""
+        parcel.fd = fds[0] if fds else None
+        self._quiet(number, lambda: self.namespace.push(parcels.unpack(parcel)[0]))
+
+    def on_pull(self, number, name, fds):
+        """Send a variable's value back."""
+
+        def value():
+            if name not in self.namespace.vars:
+                names = ", ".join(self.namespace.names()) or "none yet"
+                raise ConfigError(f"{name!r} is not a variable of rank {self.rank}; its variables: {names}")
+            return self.namespace.vars[name]
+
+        self._quiet(number, value)
+
+    def on_regroup(self, number, fds):
+        """Leave the old group, with whatever hangs in it, and join a new one; variables stay."""
+        calls.current = None
+        shut_sockets()
+        with contextlib.suppress(Exception):
+            dist.destroy_process_group()
+        # Subtle: a FileStore opens its path again when it is destroyed, which may be at any later time (a DDP module
+        # kept by the reader holds one); so the path /dev/fd/N stays, and N becomes the new file
+        for new, old in zip(fds, (self.store_fd, self.board_fd)):
+            os.dup2(new, old)
+            os.close(new)
+        self._quiet(number, self.join_group)
+
+    def _quiet(self, number, action):
+        try:
+            self._finish(number, "ok", action())
+        except Exception as error:
+            self._finish(number, "error", cells.describe_error(error))
+
+    def _run(self, number, present, context, action):
+        self._enter(number, present, context)
+        status, value = "ok", None
+        try:
+            try:
+                self.running = True
+                value = action()
+                console.show_open_figures(self.send_output)
+            finally:
+                self.running = False
+        except BaseException as error:  # noqa: B036  (SystemExit and Stopped end a cell, not the rank)
+            status, value = ("stopped" if isinstance(error, calls.Stopped) else "error"), cells.describe_error(error)
+        for stream in self._streams.values():
+            stream.finish()
+        flush_c_streams()
+        self.board.set_state(ENDED if status == "ok" else FAILED)
+        self._finish(number, status, value)
+
+    def _enter(self, number, present, context):
+        self.stop_text = self.stopped_at = None
+        self.cell_number = number
+        self.publisher.present = present
+        sys.path[:] = context["path"]
+        with contextlib.suppress(OSError):
+            os.chdir(context["cwd"])
+        self.board.pump()
+        self.board.set_state(RUNNING, cell=number)
+
+    def _finish(self, number, status, value):
+        names = self.namespace.names()
+        changed = None if names == self.known_names else names
+        self.known_names = names
+        if status != "ok":
+            return self.reply("done", number, status, value, changed)
+        try:
+            parcel = parcels.pack(value)
+        except ConfigError as error:
+            return self.reply("done", number, "error", cells.describe_error(error), changed)
+        fd, parcel.fd = parcel.fd, None
+        self.reply("done", number, "ok", parcel, changed, fds=[] if fd is None else [fd])
+        if fd is not None:
+            os.close(fd)
+
+    # out of band
+
+    def _control(self):
+        while True:
+            frame = self.control_channel.receive(timeout=0.05 if self.stop_text is not None else None)
+            if frame is None:
+                if self.control_channel.closed:
+                    os._exit(0)  # the notebook is gone
+            elif frame[0][0] == "stop":
+                self.stop_text = frame[0][1]
+            elif frame[0][0] == "sockets":
+                shut_sockets()
+            elif frame[0][0] == "where":
+                self.control_channel.send("where", where_is_main_thread())
+            if self.stop_text is not None and self.running:
+                if self.stopped_at is None or time.monotonic() - self.stopped_at > _STOP_AGAIN_S:
+                    signal.pthread_kill(threading.main_thread().ident, _STOP_SIGNAL)
+
+    def _raise_stop(self, _signal, frame):
+        """Raise ``Stopped`` in the cell, but never inside an import: a half-imported module stays broken."""
+        if not self.running or self.stop_text is None or is_importing(frame):
+            return
+        self.stopped_at = time.monotonic()
+        raise calls.Stopped(self.stop_text)
+
+
+def is_importing(frame):
+    """Whether a frame or one of its callers is Python's import machinery."""
+    while frame is not None:
+        if frame.f_code.co_filename.startswith("<frozen importlib"):
+            return True
+        frame = frame.f_back
+    return False
+
+
+def where_is_main_thread():
+    """``(cell [3], line 4, importing)`` of the main thread, from another thread."""
+    frame = sys._current_frames().get(threading.main_thread().ident)
+    importing, place = is_importing(frame), None
+    while frame is not None:
+        filename = frame.f_code.co_filename
+        if not any(part in filename for part in calls._SKIPPED_FILES) and cells._is_users(filename):
+            place = f"{calls.label_of(filename)}, line {frame.f_lineno}"
+            break
+        frame = frame.f_back
+    return place, importing
+
+
+def shut_sockets():
+    """End every connected TCP socket of this process, so that gloo's waits return with an error."""
+    for name in os.listdir("/dev/fd"):
+        try:
+            sock = socket.socket(fileno=os.dup(int(name)))
+        except OSError:
+            continue
+        with contextlib.suppress(OSError), sock:
+            if sock.family in (socket.AF_INET, socket.AF_INET6) and sock.type == socket.SOCK_STREAM:
+                sock.getpeername()
+                sock.shutdown(socket.SHUT_RDWR)
+
+
+def flush_c_streams():
+    """Write out what C code has printed but not flushed."""
+    import ctypes
+
+    ctypes.CDLL(None).fflush(None)
+
+
+def show(kind, data):
+    """Send something to the notebook from this rank."""
+    _worker.send_output(kind, data)
+
+
+def _forget_rank():
+    """In a process forked by the rank (DataLoader): it is not a rank."""
+    calls.current = None
+    signal.signal(_STOP_SIGNAL, signal.SIG_DFL)
+
+
+_worker = None
+
+
+def main(settings, rank, fds):
+    """Become a rank; never returns."""
+    global _worker
+    with contextlib.suppress(OSError):
+        os.setpgid(0, 0)  # its own process group: the kernel's interrupts do not reach it, its children end with it
+    die_with_parent()
+    os.environ.update(settings["environ"])
+    faulthandler.enable()  # a crash in C++ prints its Python line
+    os.dup2(fds[2], 1)
+    os.dup2(fds[2], 2)
+    os.close(fds[2])
+    null = os.open(os.devnull, os.O_RDONLY)
+    os.dup2(null, 0)
+    sys.stdin = open(0, closefd=False)
+    _worker = Worker(settings, rank, fds)
+    try:
+        _worker.start()
+    except Exception as error:
+        _worker.reply("done", 0, "error", cells.describe_error(error), None)
+        os._exit(1)
+    _worker.serve()
+
+
+def from_shell():
+    """Start as a program (where fork is not safe): settings, rank and descriptors stand in the arguments."""
+    import json
+
+    from dtlab.ranks import zygote
+
+    settings, rank, fds = json.loads(sys.argv[2])
+    zygote.preload()
+    main(settings, rank, fds)

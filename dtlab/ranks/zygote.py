@@ -1,0 +1,176 @@
+"""The zygote: a process that has imported torch, never computes, and forks ranks on request.
+
+It is exec'd (it inherits nothing from the kernel), keeps one thread, and ends with its ranks as soon as the notebook's
+end of the socket closes, whatever the reason. Where fork is not safe (macOS) it starts each rank as a fresh program
+instead; everything else is the same.
+
+Messages in: ``("start", settings, [rank, ...])`` with five descriptors for each rank, ``("kill", [rank, ...])``.
+Messages out: ``("ready", facts)``, ``("started", {rank: pid})``, ``("exited", rank, pid, status)``, ``("failed", text)``.
+"""
+import contextlib
+import ctypes
+import gc
+import json
+import os
+import select
+import signal
+import subprocess
+import sys
+
+from dtlab.ranks.wire import Channel
+
+FDS_PER_RANK = 5  # cells, control, raw output, store, board
+_PR_SET_PDEATHSIG = 1
+
+
+def die_with_parent():
+    """Ask Linux to kill this process when its parent ends; a second line behind the closed socket."""
+    if sys.platform == "linux":
+        ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
+
+
+def num_threads():
+    """Threads of this process as the operating system counts them; 0 where it does not say."""
+    try:
+        return len(os.listdir("/proc/self/task"))
+    except OSError:
+        return 0
+
+
+def close_all_but(kept):
+    """Close every file descriptor of this process except these."""
+    for name in os.listdir("/dev/fd"):
+        if int(name) not in kept:
+            with contextlib.suppress(OSError):
+                os.close(int(name))
+
+
+class Zygote:
+    """Holds the pids of living ranks and answers the notebook."""
+
+    def __init__(self, channel, method):
+        self.channel, self.method = channel, method
+        self.ranks = {}  # pid -> rank
+        self.children = {}  # pid -> Popen, where ranks are started as programs
+
+    def serve(self):
+        """Answer until the notebook's end closes, then kill what is left."""
+        wake, wake_write = os.pipe()
+        os.set_blocking(wake_write, False)
+        signal.set_wakeup_fd(wake_write)
+        signal.signal(signal.SIGCHLD, lambda *_: None)
+        try:
+            while not self.channel.closed:
+                select.select([self.channel, wake], [], [])
+                if select.select([wake], [], [], 0)[0]:
+                    os.read(wake, 4096)
+                for message, fds in self.channel.receive_ready():
+                    getattr(self, "on_" + message[0])(*message[1:], fds=fds)
+                self.reap()
+        finally:
+            self.on_kill(list(self.ranks.values()))
+
+    def on_start(self, settings, ranks, fds):
+        """Start ranks, each with its own descriptors."""
+        pids = {}
+        for i, rank in enumerate(ranks):
+            mine = fds[i * FDS_PER_RANK : (i + 1) * FDS_PER_RANK]
+            try:
+                pid = self._fork(settings, rank, mine) if self.method == "fork" else self._spawn(settings, rank, mine)
+            except OSError as error:
+                self.channel.send("failed", f"rank {rank} could not be started: {error}")
+                break
+            self.ranks[pid] = rank
+            pids[rank] = pid
+        for fd in fds:
+            os.close(fd)
+        self.channel.send("started", pids)
+
+    def _fork(self, settings, rank, mine):
+        pid = os.fork()
+        if pid:
+            return pid
+        try:  # from here on this is the rank
+            signal.set_wakeup_fd(-1)
+            signal.signal(signal.SIGCHLD, signal.SIG_DFL)
+            self.channel.sock.detach()
+            close_all_but({0, 1, 2, *mine})  # another rank's socket held here would hide that rank's death
+            from dtlab.ranks import worker
+
+            worker.main(settings, rank, mine)
+        finally:
+            os._exit(1)
+
+    def _spawn(self, settings, rank, mine):
+        code = "import sys, json; sys.path[:] = json.loads(sys.argv[1]); from dtlab.ranks import worker; worker.from_shell()"
+        argv = [sys.executable, "-c", code, json.dumps(sys.path), json.dumps([settings, rank, mine])]
+        child = subprocess.Popen(argv, pass_fds=mine, stdin=subprocess.DEVNULL)
+        self.children[child.pid] = child
+        return child.pid
+
+    def on_kill(self, ranks, fds=()):
+        """Kill ranks and the processes they started."""
+        for pid, rank in list(self.ranks.items()):
+            if rank in ranks:
+                for kill in (os.killpg, os.kill):
+                    try:
+                        kill(pid, signal.SIGKILL)
+                    except OSError:
+                        pass
+
+    def reap(self):
+        """Tell the notebook which ranks have ended, and how."""
+        for pid in list(self.ranks):
+            done, status = os.waitpid(pid, os.WNOHANG)
+            if done:
+                rank = self.ranks.pop(pid)
+                if child := self.children.pop(pid, None):
+                    child.returncode = status
+                try:
+                    os.killpg(pid, signal.SIGKILL)  # processes the rank has started
+                except OSError:
+                    pass
+                self.channel.send("exited", rank, pid, os.waitstatus_to_exitcode(status))
+
+
+def preload():
+    """Import what ranks need, so that no rank pays for it: the first DDP() alone would import torch._dynamo."""
+    import cloudpickle  # noqa: F401
+    import numpy  # noqa: F401
+    import torch
+    import torch._dynamo
+    import torch.distributed.fsdp
+    import torch.distributed.pipelining
+    import torch.distributed.tensor
+    import torch.nn.parallel  # noqa: F401
+
+    from dtlab.ranks import calls, worker  # noqa: F401
+
+    calls.install()
+
+
+def main():
+    """Run as a program: ``zygote FD METHOD IN_MAIN_THREAD``; the descriptor is the notebook's socket."""
+    import socket
+
+    fd, method, in_main_thread = int(sys.argv[2]), sys.argv[3], sys.argv[4] == "1"
+    if in_main_thread:  # the signal would come when the *thread* that started us ends
+        die_with_parent()
+    channel = Channel(socket.socket(fileno=fd))
+    os.set_inheritable(fd, False)
+    signal.signal(signal.SIGINT, signal.SIG_IGN)
+    if method == "fork":
+        preload()
+        gc.collect()
+        gc.freeze()
+        if num_threads() > 1:
+            channel.send("failed", f"the zygote has {num_threads()} threads after its imports; forking is not safe")
+            return
+    channel.send("ready", {"threads": num_threads(), "gpus": _num_gpus() if method == "fork" else None})
+    Zygote(channel, method).serve()
+
+
+def _num_gpus():
+    from dtlab.ranks.devices import num_gpus
+
+    return num_gpus()
