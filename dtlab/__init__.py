@@ -13,7 +13,7 @@ _WHERE = {  # public name -> module that defines it
     "predict": "dtlab.widgets.predict",
     "reveal": "dtlab.widgets.predict",
     "present": "dtlab.widgets.present",
-    "ledger": "dtlab.ledger",
+    "ledger": "dtlab.ledger_table",
     "doctor": "dtlab.examine",
     "ConfigError": "dtlab.errors",
     "RankError": "dtlab.errors",

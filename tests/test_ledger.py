@@ -3,14 +3,14 @@ import pandas
 import pytest
 
 from dtlab.errors import ConfigError
-from dtlab.ledger import _TEXTS, _shipped, ledger
+from dtlab.ledger_table import _TEXTS, _shipped, ledger
 
 
 @pytest.fixture(autouse=True)
 def fresh(monkeypatch):
     import sys
 
-    monkeypatch.setattr(sys.modules["dtlab.ledger"], "_session", {})
+    monkeypatch.setattr(sys.modules["dtlab.ledger_table"], "_session", {})
 
 
 class Recording:

@@ -31,7 +31,7 @@ def ranks_picture(kernel, ranks):
     parts = _world(left, _MARGIN, kernel_width, kernel_height, "kernel (this notebook)", kernel, COLOURS["params"])
     bus = _MARGIN + kernel_height + 26
     parts += [line(_WIDTH / 2, _MARGIN + kernel_height, _WIDTH / 2, bus, **_WIRE),
-              label(_WIDTH / 2 + 10, bus - 9, "run, push  |  pull, results", size=11)]
+              label(_WIDTH / 2 + 10, bus - 9, "run, push  |  pull, results")]
     for rank, names in enumerate(ranks):
         x = _MARGIN + (rank % columns) * (width + _GAP)
         y = bus + 18 + (rank // columns) * (rank_height + 30)

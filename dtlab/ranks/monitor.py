@@ -50,7 +50,7 @@ class Monitor:
 
     def __init__(self, board, ranks, pids, limit_s):
         self.board, self.ranks, self.limit_s = board, list(ranks), limit_s
-        self._processes = {r: psutil.Process(pids[r]) for r in ranks}
+        self._pids, self._processes = pids, {}
         self._cpu_s = dict.fromkeys(ranks, 0.0)
         self._moved_at = dict.fromkeys(ranks, time.monotonic())  # last time a rank used the processor or issued a call
         self._heads = {}
@@ -119,6 +119,8 @@ class Monitor:
 
     def _cpu(self, rank):
         try:
+            if rank not in self._processes:
+                self._processes[rank] = psutil.Process(self._pids[rank])
             times = self._processes[rank].cpu_times()
             return times.user + times.system
         except psutil.Error:

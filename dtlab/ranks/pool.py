@@ -6,7 +6,7 @@ import threading
 
 from dtlab import machine
 from dtlab.errors import ConfigError, RankError
-from dtlab.ranks import notebook, parcels, wire
+from dtlab.ranks import notebook, parcels, report, wire
 from dtlab.ranks.board import Board, rank_list
 from dtlab.ranks.nursery import nursery
 from dtlab.ranks.run import CellRun
@@ -259,9 +259,15 @@ class Ranks:
     def _require_alive(self):
         if not self.alive:
             raise ConfigError("these ranks were shut down (by shutdown() or a later launch): run the launch cell again")
+        self._nursery.poll()
         if not self._nursery.alive:
             self._close()
             raise ConfigError("the ranks' processes have ended: run the launch cell again")
+        dead = [r for r in range(self.size) if self.pids[r] in self._nursery.exits]
+        if dead:
+            how = report.died_text(self._nursery.exits[self.pids[dead[0]]])
+            self.repair(dead, regroup=True)
+            print(f"{rank_list(dead)} had ended since the last cell ({how}). {report.kept_text(self.size, dead, True)}", file=sys.stderr)
 
     def _chosen(self, ranks):
         if ranks is None:

@@ -16,10 +16,10 @@ def died_text(status):
 
     Example:
         >>> died_text(-9), died_text(3)
-        ('its process died: signal 9 (killed, often because memory ran out)', 'its process ended with exit code 3')
+        ('signal 9 (killed, often because memory ran out)', 'its process ended with exit code 3')
     """
     if status is not None and status < 0:
-        return f"its process died: signal {-status}" + (f" ({_SIGNALS[-status]})" if -status in _SIGNALS else "")
+        return f"signal {-status}" + (f" ({_SIGNALS[-status]})" if -status in _SIGNALS else "")
     return "its process ended" + ("" if status is None else f" with exit code {status}")
 
 
@@ -141,3 +141,20 @@ def _grouped(stuck):
         else:
             groups.append((wait, [rank]))
     return groups
+
+
+def kept_text(world_size, dead, regrouped):
+    """What is left of the ranks' variables and groups after a repair; empty if all is.
+
+    Example:
+        >>> kept_text(4, [2], True)
+        'rank 2 is a new process without variables; ranks 0-1, 3 kept theirs. Make process groups and DDP modules again.'
+    """
+    if not dead and not regrouped:
+        return ""
+    rest = [r for r in range(world_size) if r not in dead]
+    kept = "Variables are kept."
+    if dead:
+        kept = f"{rank_list(dead)} " + ("is a new process" if len(dead) == 1 else "are new processes") + " without variables"
+        kept += f"; {rank_list(rest)} kept theirs." if rest else "."
+    return kept + " Make process groups and DDP modules again."

@@ -224,14 +224,7 @@ class CellRun:
         self.pool.repair(dead, regroup)
         if not self.pool.alive:
             return "All ranks have ended: run the launch cell again."
-        kept = ""
-        if dead:
-            rest = [r for r in range(self.pool.size) if r not in dead]
-            new = "is a new process and has lost its variables" if len(dead) == 1 else "are new processes and have lost their variables"
-            kept = f"{rank_list(dead)} {new}" + (f"; {rank_list(rest)} kept theirs." if rest else ".")
-        if dead or regroup:
-            kept += (" " if kept else "Variables are kept. ") + "Process groups and DDP modules made before must be made again."
-        return kept
+        return report.kept_text(self.pool.size, dead, regroup)
 
     def _error(self, kept):
         if self.hang and not self.failures:

@@ -28,7 +28,7 @@ class _Question:
         return "\n".join([*lines, *(f"  ( ) {choice}" for choice in self.choices)])
 
     def show(self):
-        """Display the radio buttons; Tab reaches them, the arrow keys and space choose."""
+        """Display the radio buttons; Tab goes from one to the next, space chooses."""
         import ipywidgets
         from IPython.display import display
 

@@ -8,8 +8,9 @@ _CSS = """
 .jp-Notebook .jp-RenderedHTMLCommon, .jp-Notebook .widget-radio-box label { font-size: 20px; line-height: 1.5; }
 .jp-Notebook .jp-OutputArea pre, .jp-Notebook .jp-RenderedHTMLCommon table, .jp-Notebook .cm-editor { font-size: 18px; }
 .jp-Notebook .jp-RenderedSVG img, .jp-Notebook .jp-RenderedSVG svg, .jp-Notebook .jp-RenderedImage img
-  { width: 100%; min-width: 1180px; height: auto; }
-"""  # figures are 650 units wide with labels of at least 10: 18 px from 1170 px upward
+  { width: 100%; min-width: 980px; height: auto; }
+.jp-Notebook .jp-OutputArea-output { overflow-x: auto; }
+"""  # figures are 650 units wide with labels of at least 12: 18 px from 975 px upward
 
 
 def present(on=True):
