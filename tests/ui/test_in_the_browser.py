@@ -1,0 +1,50 @@
+"""Questions and pictures as a reader meets them: by keyboard, on the screen."""
+import pytest
+
+pytestmark = [pytest.mark.ui, pytest.mark.notebook]
+
+CELLS = [
+    "import dtlab\nfrom dtlab import plots",
+    "dtlab.predict('90.1', 'What does rank 2 hold?', {'10': 'The sum.', '3': 'That is what it held before.'})",
+    "dtlab.reveal('90.1', 10)",
+    "plots.ranks_picture({'results': '[0, 1]'}, [{'x': 0}, {'x': 1}])",
+    "dtlab.present()",
+]
+
+
+def test_a_question_is_answered_with_the_keyboard(open_notebook, course):
+    notebook = open_notebook("90_small", *CELLS)
+    notebook.run_all()
+    assert "no answer yet" in notebook.text(2)
+    page = notebook.page
+    page.locator(".jp-Cell").nth(1).locator("input[type=radio]").first.wait_for()
+    page.locator(".jp-Cell").nth(1).focus()
+    reached = press_until(page, "Tab", "() => document.activeElement.type === 'radio'")
+    assert reached, "Tab does not reach the radio buttons"
+    page.keyboard.press("Tab")  # the second choice
+    page.keyboard.press("Space")
+    notebook.run(2)
+    assert "You said: 3. Measured: 10.\nThat is what it held before." in notebook.text(2)
+    assert "90.1" in (course / "work" / ".dtlab.json").read_text()
+    notebook.picture("widgets")
+
+
+def test_the_picture_is_painted_and_projector_mode_enlarges_it(open_notebook):
+    notebook = open_notebook("90_small", *CELLS)
+    image = notebook.page.locator(".jp-Cell").nth(3).locator(".jp-RenderedSVG img, .jp-RenderedSVG svg").first
+    notebook.run(0)
+    notebook.run(3)
+    image.wait_for()
+    before = image.bounding_box()["width"]
+    notebook.run(4)
+    size = "() => parseFloat(getComputedStyle(document.querySelector('.jp-OutputArea pre, .jp-RenderedHTMLCommon')).fontSize)"
+    assert notebook.page.evaluate(size) >= 18 and image.bounding_box()["width"] > max(before, 975)
+    notebook.picture("projector")
+
+
+def press_until(page, key, reached, limit=30):
+    for _ in range(limit):
+        page.keyboard.press(key)
+        if page.evaluate(reached):
+            return True
+    return False
