@@ -27,6 +27,14 @@ class RankError(DtlabError, RuntimeError):
         self.rank, self.cause, self.stopped = rank, cause, tuple(stopped)
 
 
+class RanksInterrupted(KeyboardInterrupt):
+    """The reader interrupted a cell on the ranks; the message says what is left of their variables."""
+
+    def _render_traceback_(self):
+        """Lines that IPython prints in place of a traceback."""
+        return [f"KeyboardInterrupt: {self}"]
+
+
 class HangError(RankError):
     """Ranks waited for a call that never came; the message says who waits in which call and who is missing.
 

@@ -148,7 +148,7 @@ class Board:
     # reading
 
     def count(self, rank, channel, kind):
-        """Calls of this kind that ``rank`` has published on ``channel``; None when its log ran away from this reader."""
+        """Calls of this kind that ``rank`` has published on ``channel``; None when its log ran away."""
         reader = self.readers[rank]
         reader.pump()
         return None if reader.lost else reader.counts.get((channel, kind), 0)

@@ -18,8 +18,7 @@ import torch.distributed as dist
 from torch.distributed import distributed_c10d
 
 from dtlab.errors import ConfigError
-from dtlab.ranks import board as board_module
-from dtlab.ranks.board import ANY, COLLECTIVE, RECV, RECV_ANY, SEND
+from dtlab.ranks.board import ANY, COLLECTIVE, RECV, RECV_ANY, SEND, rank_list
 
 _P2P = {"send": SEND, "recv_": RECV, "recv_any_source_": RECV_ANY}
 _NAMES = {  # c10d operator -> the name in torch.distributed
@@ -130,8 +129,8 @@ def _is_done(entry):
 def absent_text(op, absent, members, present):
     """Message for a call that needs ranks outside the running cell."""
     return (
-        f"{op} needs {board_module.rank_list(absent)}, not in this cell (it runs on {board_module.rank_list(present)}): "
-        f"run the cell on {board_module.rank_list(members)}, or use a group of those that run"
+        f"{op} needs {rank_list(absent)}, not in this cell (it runs on {rank_list(present)}): "
+        f"run the cell on {rank_list(members)}, or use a group of those that run"
     )
 
 

@@ -54,8 +54,8 @@ class Namespace:
         if clashes:
             names = ", ".join(sorted(clashes))
             raise ConfigError(
-                f"{names}: the function uses this name, and it exists both in the notebook and on the ranks. Rename one "
-                f"of the two, pass the value as an argument, or push it (then the rank's own is used)"
+                f"{names}: the function uses this name, and it exists both in the notebook and on the ranks. Rename "
+                f"one of the two, pass the value as an argument, or push it (then the rank's own is used)"
             )
 
     def keep_globals(self, function_globals, before):
@@ -74,13 +74,11 @@ def run_code(code, label, namespace, show):
     if tree.body and isinstance(tree.body[-1], ast.Expr) and not _ends_with_semicolon(code):
         last = ast.Expression(tree.body.pop().value)
     exec(compile(tree, filename, "exec"), namespace.vars)
-    value = None
     if last is not None:
         value = eval(compile(last, filename, "eval"), namespace.vars)
         if value is not None:
             namespace.vars["_"] = value
             show(value)
-    return value
 
 
 def _ends_with_semicolon(code):
@@ -117,7 +115,7 @@ def describe_error(error):
         source = (error.text or linecache.getline(error.filename, error.lineno)).rstrip()
         frames = [traceback.FrameSummary(error.filename, error.lineno, "<module>", line=source, lookup_line=False)]
     own = [f for f in frames if _is_users(f.filename)] or frames[-1:]
-    deepest = [] if not frames or frames[-1] in own else [frames[-1]]
+    deepest = [] if not frames or frames[-1] in own or isinstance(error, DtlabError) else [frames[-1]]
     message = error.msg if isinstance(error, SyntaxError) else str(error)
     if isinstance(error, SyntaxError) and own and own[0].line and own[0].line.lstrip()[:1] in "%!":
         message = "magics (%...) and shell lines (!...) work in the notebook, not on ranks"
@@ -128,7 +126,6 @@ def describe_error(error):
         "traceback": "".join(traceback.format_exception(error)),
         "stopped": isinstance(error, calls.Stopped),
         "lost_peer": isinstance(error, RuntimeError) and any(text in message for text in _LOST),
-        "ours": isinstance(error, DtlabError),
         "name": getattr(error, "name", None) if isinstance(error, NameError) else None,
     }
 

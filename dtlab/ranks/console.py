@@ -48,7 +48,7 @@ class Stream(io.TextIOBase):
             if newline:
                 self._send(self.name, whole + newline)
             if "\r" in self._partial:  # a bar drawn over itself: keep what would be seen
-                self._partial = self._partial[self._partial.rindex("\r", 0, -1) :] if len(self._partial) > 4096 else self._partial
+                self._partial = self._partial[self._partial.rstrip("\r").rfind("\r") + 1 :]
         return len(text)
 
     def finish(self):

@@ -206,7 +206,7 @@ def _rebuild_tensor(*_):
 def unpack(parcel):
     """``(object, list of the globals dicts of functions that came by value)``; closes the parcel's file."""
     if parcel.fd is None:
-        whole, start = memoryview(bytearray(parcel.body)), 0
+        whole = memoryview(bytearray(parcel.body))
     else:
         length = os.fstat(parcel.fd).st_size
         # private: each receiver may change its copy; pages are copied only when it does

@@ -16,14 +16,13 @@ REGROUP_WITHIN_S = 30
 _current = None  # the ranks of the last launch
 
 
-def launch(world_size, *, device="auto", guard=True, timeout=DEFAULT_TIMEOUT_S, share_gpu=False):
+def launch(world_size, *, device="auto", timeout=DEFAULT_TIMEOUT_S, share_gpu=False):
     """Start live processes joined in one ``torch.distributed`` group; ranks of an earlier launch end.
 
     Args:
         world_size: number of ranks (count, >= 1). More ranks than cores is fine, they take turns.
         device: ``"auto"`` (NCCL where there is a GPU for each rank, else gloo on CPU), ``"cpu"`` or ``"cuda"``.
-        guard: watch for silent mistakes in every cell.
-        timeout: seconds for which no rank may make progress while others wait; slow work is not counted. None: for ever.
+        timeout: seconds for which no rank may make progress while others wait; slow work is not counted. None: no limit.
         share_gpu: several ranks on one GPU, through gloo.
 
     Returns:
@@ -47,7 +46,7 @@ def launch(world_size, *, device="auto", guard=True, timeout=DEFAULT_TIMEOUT_S, 
         raise ConfigError(f"device={device!r}: choose 'auto', 'cpu' or 'cuda'")
     if _current is not None:
         _current.shutdown()
-    _current = Ranks(world_size, device, guard, timeout, share_gpu)
+    _current = Ranks(world_size, device, timeout, share_gpu)
     return _current
 
 
@@ -83,8 +82,8 @@ def _check_timeout(timeout):
 class Ranks:
     """Live ranks. Made by ``launch``; ``run``, ``push``, ``pull`` and the ``%%ranks`` magic talk to them."""
 
-    def __init__(self, world_size, device, guard, timeout, share_gpu):
-        self.size, self.guard, self.timeout = world_size, guard, timeout
+    def __init__(self, world_size, device, timeout, share_gpu):
+        self.size, self.timeout = world_size, timeout
         self.alive = False
         self.names = {}  # rank -> names of its variables
         self.pids = {}
@@ -94,7 +93,6 @@ class Ranks:
         self._store_fd = self._board_fd = None
         self._nursery = nursery()
         self._settings = self._choose_backend(device, share_gpu)
-        self._context_sent = None
         try:
             self._new_board()
             self._start(range(world_size))
@@ -109,7 +107,9 @@ class Ranks:
         if device == "auto":
             device = "cuda" if 0 < gpus >= self.size else "cpu"
         if device == "cuda" and (gpus == 0 or (gpus < self.size and not share_gpu)):
-            cure = "device='cpu'" if gpus == 0 else f"launch {gpus}, or share_gpu=True (several ranks on one GPU), or device='cpu'"
+            cure = "device='cpu'"
+            if gpus:
+                cure = f"launch {gpus}, or share_gpu=True (several ranks on one GPU), or {cure}"
             raise ConfigError(f"{self.size} ranks on CUDA need {self.size} GPUs, and {gpus} are visible: {cure}")
         backend = "gloo" if device == "cpu" or share_gpu else "cpu:gloo,cuda:nccl"
         threads = int(os.environ.get("OMP_NUM_THREADS") or max(1, machine.usable_cores() // self.size))
@@ -154,7 +154,8 @@ class Ranks:
                 frame = self._channels[rank].receive(REGROUP_WITHIN_S)
             if frame is None or frame[0][0] != "ready":
                 said = frame[0][3]["message"] if frame else "no answer"
-                raise RankError(f"rank {rank} of {self.size} did not join the group: {said}. Try `dtlab doctor`.", rank=rank)
+                text = f"rank {rank} of {self.size} did not join the group: {said}. Try `dtlab doctor`."
+                raise RankError(text, rank=rank)
 
     def _drop(self, rank):
         """Forget a process that has ended."""
@@ -193,7 +194,7 @@ class Ranks:
 
     # what the notebook calls
 
-    def run(self, fn, *args, ranks=None, timeout=..., guard=None, **kwargs):
+    def run(self, fn, *args, ranks=None, timeout=..., **kwargs):
         """Call ``fn(*args, **kwargs)`` on ranks at the same time.
 
         The function may be a lambda, a closure or use names of the notebook: they travel by value. Names that the
@@ -203,7 +204,6 @@ class Ranks:
             fn: any callable. On a rank ``rank``, ``world_size``, ``device``, ``dist`` and ``torch`` are there.
             ranks: on which ranks; all by default.
             timeout: seconds without progress while ranks wait; as in ``launch`` by default.
-            guard: as in ``launch`` by default.
 
         Returns:
             list: what each rank returned, in rank order. Tensors are private copies on the CPU.
@@ -267,7 +267,8 @@ class Ranks:
         if dead:
             how = report.died_text(self._nursery.exits[self.pids[dead[0]]])
             self.repair(dead, regroup=True)
-            print(f"{rank_list(dead)} had ended since the last cell ({how}). {report.kept_text(self.size, dead, True)}", file=sys.stderr)
+            kept = report.kept_text(self.size, dead, True)
+            print(f"{rank_list(dead)} had ended since the last cell ({how}). {kept}", file=sys.stderr)
 
     def _chosen(self, ranks):
         if ranks is None:

@@ -39,7 +39,7 @@ class Relay:
         self._started = time.monotonic()
         self._last_shown = 0.0
         self._live = in_notebook()
-        self._handle = None
+        self._handle = self._shown = None
         self._dirty = False
         self.status = ""  # what a long cell is doing, under its live output
 
@@ -62,7 +62,8 @@ class Relay:
         if len(text) > room:
             self._dropped[rank] = self._dropped.get(rank, 0) + len(text) - max(room, 0)
             text = text[: max(room, 0)]
-        text = "".join(_last_drawn(line) for line in text.splitlines(True))
+        # what is left of lines that were drawn over themselves, as progress bars are
+        text = "\n".join(line.rstrip("\r").rsplit("\r", 1)[-1] for line in text.split("\n"))
         if items and items[-1][0] == kind:
             items[-1] = kind, items[-1][1] + text
         elif text:
@@ -75,13 +76,16 @@ class Relay:
             bar = f"[{'#' * width}{'.' * (30 - width)}] " if total else ""
             self._bars[rank] = f"{bar}{text}"
             self._dirty = True
+            if done == total:
+                del self._bars[rank]
+                self._add_text(rank, self.items[rank], "stdout", text + "\n")
         elif total and any(done == -(-total * part // 4) for part in (1, 2, 3, 4)):
             self.add(rank, "stdout", text + "\n")
 
     def _print_now(self, rank, kind, data):
         text = data if kind != "mime" else data["text/plain"] + "\n"
         stream = sys.stderr if kind == "stderr" else sys.stdout
-        print("".join(f"[{rank}] {line}\n" for line in text.splitlines()), end="", file=stream, flush=True)
+        print(_labelled(f"[{rank}] ", text), end="", file=stream, flush=True)
 
     def tick(self):
         """Refresh the live view, not more often than it can be read."""
@@ -93,7 +97,7 @@ class Relay:
             self._show_live()
 
     def _show_live(self):
-        lines = "".join(text for text, bundle in self.final() if bundle is None).splitlines()
+        lines = "".join(text for text, bundle in self.final() if bundle is None).split("\n")[:-1]
         if len(lines) > _LIVE_LINES:
             lines = ["..."] + lines[-_LIVE_LINES:]
         bar = list(self._bars.values())[:1]
@@ -102,14 +106,17 @@ class Relay:
     def _update(self, text):
         from IPython.display import display
 
-        bundle = {"text/plain": text or " "}
+        if text == self._shown:
+            return
+        self._shown = text
+        bundle = {"text/plain": text}
         if self._handle is None:
             self._handle = display(bundle, raw=True, display_id=True)
         else:
             self._handle.update(bundle, raw=True)
 
     def final(self):
-        """The finished cell: ``[(text, None) or (label, MIME bundle), ...]``; equal output of several ranks is one entry."""
+        """The finished cell: ``[(text, None) or (label, MIME bundle), ...]``; ranks with equal output share theirs."""
         groups = []  # [[ranks], items]
         for rank, items in sorted(self.items.items()):
             items = self._with_note(rank, items)
@@ -131,7 +138,8 @@ class Relay:
             return  # every line was printed when it came
         entries = self.final()
         if notebook_shell() is None:
-            print("".join(text if bundle is None else f"{text}: {bundle['text/plain']}\n" for text, bundle in entries), end="")
+            for text, bundle in entries:
+                print(text if bundle is None else _labelled(f"{text}: ", bundle["text/plain"]), end="")
             return
         self._finish_in_notebook(entries)
 
@@ -156,7 +164,7 @@ def _entries(label, items):
             continue
         mark = f"{label} (stderr): " if kind == "stderr" else f"{label}: "
         text = data["text/plain"] if kind == "mime" else data
-        text = "".join(f"{mark}{line}\n" for line in text.splitlines())
+        text = _labelled(mark, text)
         if entries and entries[-1][1] is None:
             entries[-1] = entries[-1][0] + text, None
         else:
@@ -164,7 +172,6 @@ def _entries(label, items):
     return entries
 
 
-def _last_drawn(line):
-    """What is left of a line that was drawn over itself with carriage returns."""
-    end = "\n" if line.endswith("\n") else ""
-    return line.rstrip("\r\n").rsplit("\r", 1)[-1] + end
+def _labelled(mark, text):
+    """Text with a mark before each line."""
+    return "".join(f"{mark}{line}\n" for line in text.removesuffix("\n").split("\n"))

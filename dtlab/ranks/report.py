@@ -116,7 +116,8 @@ def _headline(stuck, missing, limit_s):
     if limit_s is not None:
         return f"no rank made progress for {limit_s:g} s while {rank_list(stuck)} waited in {' and '.join(ops)}"
     if missing:
-        return f"{rank_list(missing)} never called {' or '.join(ops)}, which {rank_list(stuck)} wait{'s' * (len(stuck) == 1)} in"
+        waits = "waits" if len(stuck) == 1 else "wait"
+        return f"{rank_list(missing)} never called {' or '.join(ops)}, which {rank_list(stuck)} {waits} in"
     return f"{rank_list(stuck)} wait for each other: {_cycle(stuck)}"
 
 
@@ -148,13 +149,13 @@ def kept_text(world_size, dead, regrouped):
 
     Example:
         >>> kept_text(4, [2], True)
-        'rank 2 is a new process without variables; ranks 0-1, 3 kept theirs. Make process groups and DDP modules again.'
+        'rank 2 is new and has no variables; ranks 0-1, 3 kept theirs. Make process groups and DDP modules again.'
     """
     if not dead and not regrouped:
         return ""
     rest = [r for r in range(world_size) if r not in dead]
     kept = "Variables are kept."
     if dead:
-        kept = f"{rank_list(dead)} " + ("is a new process" if len(dead) == 1 else "are new processes") + " without variables"
+        kept = rank_list(dead) + (" is new and has" if len(dead) == 1 else " are new and have") + " no variables"
         kept += f"; {rank_list(rest)} kept theirs." if rest else "."
     return kept + " Make process groups and DDP modules again."

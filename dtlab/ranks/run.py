@@ -4,7 +4,7 @@ import os
 import selectors
 import time
 
-from dtlab.errors import ConfigError
+from dtlab.errors import ConfigError, RanksInterrupted
 from dtlab.ranks import parcels, report
 from dtlab.ranks.board import COLLECTIVE, RECV, SEND, rank_list
 from dtlab.ranks.monitor import Monitor
@@ -56,7 +56,7 @@ class CellRun:
         kept = self._repair()
         self.relay.finish()
         if self.interrupted:
-            raise KeyboardInterrupt("\n".join(["the ranks were interrupted", *([kept] if kept else [])])) from None
+            raise RanksInterrupted("\n".join(["the ranks were interrupted", *([kept] if kept else [])])) from None
         if self.failures or self.dead or self.hang or self.stopped:
             raise self._error(kept)
         return [self.values[r] for r in self.ranks]
@@ -178,7 +178,8 @@ class CellRun:
 
     def _status(self, now):
         look = self.monitor.look(list(self.values), [])
-        parts = [f"rank {r} waits in {w.call.op} for {rank_list(w.missing)}" for r, w in sorted(look.waits.items()) if w.missing]
+        waits = [(rank, wait) for rank, wait in sorted(look.waits.items()) if wait.missing]
+        parts = [f"rank {rank} waits in {wait.call.op} for {rank_list(wait.missing)}" for rank, wait in waits]
         return f"running for {now - self._started:.0f} s" + (": " + "; ".join(parts[:4]) if parts else "")
 
     # stop

@@ -107,7 +107,7 @@ class Worker:
     def on_cell(self, number, present, context, code, label, fds):
         """Run the text of a cell."""
         show = lambda value: cells.show_value(value, self.send_output)  # noqa: E731
-        self._run(number, present, context, lambda: cells.run_code(code, label, self.namespace, show) and None)
+        self._run(number, present, context, lambda: cells.run_code(code, label, self.namespace, show))
 
     def on_call(self, number, present, context, parcel, files, fds):
         """Call a function that came from the notebook; its value goes back."""

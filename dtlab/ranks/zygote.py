@@ -5,7 +5,8 @@ end of the socket closes, whatever the reason. Where fork is not safe (macOS) it
 instead; everything else is the same.
 
 Messages in: ``("start", settings, [rank, ...])`` with five descriptors for each rank, ``("kill", [rank, ...])``.
-Messages out: ``("ready", facts)``, ``("started", {rank: pid})``, ``("exited", rank, pid, status)``, ``("failed", text)``.
+Messages out: ``("ready", facts)``, ``("started", {rank: pid})``, ``("exited", rank, pid, status)``,
+``("failed", text)``.
 """
 import contextlib
 import ctypes
@@ -19,6 +20,9 @@ import sys
 
 from dtlab.ranks.wire import Channel
 
+_RANK_PROGRAM = (
+    "import sys, json; sys.path[:] = json.loads(sys.argv[1]); from dtlab.ranks import worker; worker.from_shell()"
+)
 FDS_PER_RANK = 5  # cells, control, raw output, store, board
 _PR_SET_PDEATHSIG = 1
 
@@ -102,8 +106,7 @@ class Zygote:
             os._exit(1)
 
     def _spawn(self, settings, rank, mine):
-        code = "import sys, json; sys.path[:] = json.loads(sys.argv[1]); from dtlab.ranks import worker; worker.from_shell()"
-        argv = [sys.executable, "-c", code, json.dumps(sys.path), json.dumps([settings, rank, mine])]
+        argv = [sys.executable, "-c", _RANK_PROGRAM, json.dumps(sys.path), json.dumps([settings, rank, mine])]
         child = subprocess.Popen(argv, pass_fds=mine, stdin=subprocess.DEVNULL)
         self.children[child.pid] = child
         return child.pid
