@@ -1,0 +1,5 @@
+"""Events of a run and timelines drawn from them. Pure: no torch."""
+from dtlab.simulate.events import Event, Recording, read_events, write_events
+from dtlab.simulate.timeline import Box, Timeline
+
+__all__ = ["Box", "Event", "Recording", "Timeline", "read_events", "write_events"]
