@@ -200,7 +200,7 @@ class CellRun:
         self._stop_at = time.monotonic()
         self.pool.board.poison(text)
         for rank in self.pending:
-            self.pool._controls[rank].send("stop", text)
+            self.pool._controls[rank].send("stop", self.number, text)
 
     def _climb(self, seconds):
         """The ladder: after the signal, gloo's sockets; then the process."""
@@ -209,7 +209,7 @@ class CellRun:
                 self._steps.add(step)
                 if step == "sockets":
                     for rank in self.pending:
-                        self.pool._controls[rank].send("sockets")
+                        self.pool._controls[rank].send("sockets", self.number)
                 else:
                     self.pool._nursery.kill(self.pending)
 
