@@ -2,6 +2,7 @@
 import contextlib
 import os
 import sys
+import tempfile
 import threading
 
 from dtlab import machine
@@ -40,6 +41,8 @@ def launch(world_size, *, device="auto", timeout=DEFAULT_TIMEOUT_S, share_gpu=Fa
     global _current
     if _in_rank():
         raise ConfigError("launch was called on a rank; launch ranks from the notebook")
+    if "TORCHELASTIC_RUN_ID" in os.environ:
+        raise ConfigError("torchrun has started these processes: they are the ranks, use torch.distributed directly")
     _check_size(world_size)
     _check_timeout(timeout)
     if device not in ("auto", "cpu", "cuda"):
@@ -118,17 +121,28 @@ class Ranks:
             "device": device,
             "backend": backend,
             "threads": threads,
+            "store_path": None,
+            "generation": 0,
             "environ": {**os.environ, **_rank_environ(threads)},
         }
 
     # processes
 
     def _new_board(self):
+        self._close_board()
+        self._store_fd, self._board_fd = wire.anonymous_file("dtlab-store"), Board.make_file(self.size)
+        if self._nursery.method == "spawn" and not self._settings["store_path"]:
+            # where /dev/fd/N is a duplicate and not a new opening (macOS), a store needs a name
+            named, self._settings["store_path"] = tempfile.mkstemp(prefix="dtlab-store-")
+            os.close(named)
+        self._settings["generation"] += 1
+        self.board = Board(self._board_fd, self.size)
+
+    def _close_board(self):
         for fd in (self._store_fd, self._board_fd):
             if fd is not None:
                 os.close(fd)
-        self._store_fd, self._board_fd = wire.anonymous_file("dtlab-store"), Board.make_file(self.size)
-        self.board = Board(self._board_fd, self.size)
+        self._store_fd = self._board_fd = None
 
     def _start(self, ranks):
         fds, mine = {}, {}
@@ -175,7 +189,7 @@ class Ranks:
                 self._drop(rank)
             self._cell_number += 1
             for rank in self._channels:
-                self._channels[rank].send("regroup", self._cell_number, fds=[self._store_fd, self._board_fd])
+                self._channels[rank].send("regroup", self._cell_number, self._settings["generation"], fds=[self._store_fd, self._board_fd])
             kept = list(self._channels)
             self._start(dead)
             self._await_ready(dead)
@@ -326,10 +340,10 @@ class Ranks:
                     self._nursery.exit_status(self.pids[rank], wait_s=3)
         for rank in list(self._channels):
             self._drop(rank)
-        for fd in (self._store_fd, self._board_fd):
-            if fd is not None:
-                os.close(fd)
-        self._store_fd = self._board_fd = None
+        self._close_board()
+        if self._settings["store_path"]:
+            with contextlib.suppress(OSError):
+                os.unlink(self._settings["store_path"])
 
 
 def _rank_environ(threads):

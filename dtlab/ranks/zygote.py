@@ -56,6 +56,7 @@ class Zygote:
         self.channel, self.method = channel, method
         self.ranks = {}  # pid -> rank
         self.children = {}  # pid -> Popen, where ranks are started as programs
+        self.store_path = None  # a file to remove at the end, where the store needs a name
 
     def serve(self):
         """Answer until the notebook's end closes, then kill what is left."""
@@ -73,10 +74,13 @@ class Zygote:
                 self.reap()
         finally:
             self.on_kill(list(self.ranks.values()))
+            if self.store_path:
+                with contextlib.suppress(OSError):
+                    os.unlink(self.store_path)
 
     def on_start(self, settings, ranks, fds):
         """Start ranks, each with its own descriptors."""
-        pids = {}
+        pids, self.store_path = {}, settings["store_path"]
         for i, rank in enumerate(ranks):
             mine = fds[i * FDS_PER_RANK : (i + 1) * FDS_PER_RANK]
             try:
