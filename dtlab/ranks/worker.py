@@ -248,7 +248,7 @@ class Worker:
 
 
 def is_in_engine(frame):
-    """Whether dtlab's own code is at work: half a message on a channel, or half a call on the board, would break the rank."""
+    """Whether dtlab's own code is at work: half a message, or half a call on the board, would break the rank."""
     while frame is not None and frame.f_code is not cells.run_function.__code__:
         filename = frame.f_code.co_filename
         if filename.endswith(_ENGINE_FILES) or cells._is_users(filename):

@@ -4,9 +4,9 @@ It is exec'd (it inherits nothing from the kernel), keeps one thread, and ends w
 end of the socket closes, whatever the reason. Where fork is not safe (macOS) it starts each rank as a fresh program
 instead; everything else is the same.
 
-Messages in: ``("start", settings, [rank, ...])`` with five descriptors for each rank, ``("kill", [rank, ...])``.
-Messages out: ``("ready", facts)``, ``("started", {rank: pid})``, ``("exited", rank, pid, status)``,
-``("failed", text)``.
+Messages in: ``("start", number, settings, [rank, ...])`` with five descriptors a rank, ``("kill", [rank, ...])``.
+Messages out: ``("ready", facts)``, ``("started", number, {rank: pid})``, ``("exited", rank, pid, status)``,
+``("failed", number, text)``.
 """
 import contextlib
 import ctypes
@@ -78,7 +78,7 @@ class Zygote:
                 with contextlib.suppress(OSError):
                     os.unlink(self.store_path)
 
-    def on_start(self, settings, ranks, fds):
+    def on_start(self, number, settings, ranks, fds):
         """Start ranks, each with its own descriptors."""
         pids, self.store_path = {}, settings["store_path"]
         for i, rank in enumerate(ranks):
@@ -86,13 +86,13 @@ class Zygote:
             try:
                 pid = self._fork(settings, rank, mine) if self.method == "fork" else self._spawn(settings, rank, mine)
             except OSError as error:
-                self.channel.send("failed", f"rank {rank} could not be started: {error}")
+                self.channel.send("failed", number, f"rank {rank} could not be started: {error}")
                 break
             self.ranks[pid] = rank
             pids[rank] = pid
         for fd in fds:
             os.close(fd)
-        self.channel.send("started", pids)
+        self.channel.send("started", number, pids)
 
     def _fork(self, settings, rank, mine):
         pid = os.fork()
@@ -171,7 +171,7 @@ def main():
         gc.collect()
         gc.freeze()
         if num_threads() > 1:
-            channel.send("failed", f"the zygote has {num_threads()} threads after its imports; forking is not safe")
+            channel.send("failed", 0, f"the zygote has {num_threads()} threads after its imports; forking is not safe")
             return
     channel.send("ready", {"threads": num_threads(), "gpus": _num_gpus() if method == "fork" else None})
     Zygote(channel, method).serve()
