@@ -15,7 +15,7 @@ notebooks:
 	@$(DTLAB) run notebooks/build.py $(ARGS)
 
 bench:
-	@$(DTLAB) run --extra bench benchmarks/ranks.py $(ARGS)
+	@$(DTLAB) run --extra bench benchmarks/run.py $(ARGS)
 
 ui:
 	@$(DTLAB) test -m ui $(ARGS)

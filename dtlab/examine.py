@@ -87,7 +87,8 @@ def _version(package):
         return None
 
 
-def _system(system=None, release=None) -> Finding:
+def system_finding(system=None, release=None) -> Finding:
+    """Which system this is: ranks need Linux, WSL2 or (not tried) macOS."""
     system, release = system or platform.system(), release or platform.release()
     text = f"{system} {release}, {platform.machine()}"
     if system == "Windows":
@@ -313,7 +314,7 @@ def _tools() -> Finding:
 
 
 _CHECKS = (
-    _system,
+    system_finding,
     _python,
     _packages,
     _numpy_bridge,

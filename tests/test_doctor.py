@@ -49,17 +49,17 @@ def test_this_machine_is_examined_in_a_few_seconds_and_has_every_finding():
 
 
 def test_windows_is_told_about_wsl2():
-    assert "Windows" in needs(examine._system("Windows", "11"), "install WSL2")
+    assert "Windows" in needs(examine.system_finding("Windows", "11"), "install WSL2")
 
 
 def test_wsl2_is_linux():
-    assert examine._system("Linux", "5.15.0-microsoft-standard-WSL2").text.endswith("WSL2")
+    assert examine.system_finding("Linux", "5.15.0-microsoft-standard-WSL2").text.endswith("WSL2")
 
 
 @pytest.mark.parametrize("processor, level, cure", [("arm64", "note", "spawn"), ("x86_64", "problem", "Colab")])
 def test_macos_differs_by_processor(monkeypatch, processor, level, cure):
     monkeypatch.setattr(examine.platform, "machine", lambda: processor)
-    needs(examine._system("Darwin", "25.1"), cure, level)
+    needs(examine.system_finding("Darwin", "25.1"), cure, level)
 
 
 def test_an_old_python_is_a_problem():

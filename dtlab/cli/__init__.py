@@ -26,7 +26,7 @@ def _parse(argv):
     commands = parser.add_subparsers(dest="command", metavar="COMMAND", required=True)
     for name, (_, _, text) in _COMMANDS.items():
         commands.add_parser(name, help=text, add_help=False)
-    return parser.parse_known_args(argv[:1])[0].command, argv[1:]
+    return parser.parse_known_args(argv[:1] or ["--help"])[0].command, argv[1:]
 
 
 def main(argv=None) -> int:

@@ -5,6 +5,7 @@ alone), else the clone's own ``.venv``, which sees an outside Python's torch if 
 environment says "making" while work goes on and "ready" as the last thing written, so a half-made one is known.
 """
 
+import contextlib
 import hashlib
 import importlib.metadata
 import importlib.util
@@ -19,6 +20,11 @@ from pathlib import Path
 
 from dtlab.cli import installer
 from dtlab.cli.installer import DISK_FULL, SetupError  # noqa: F401  (DISK_FULL: for the caller)
+
+try:
+    import fcntl
+except ImportError:  # Windows
+    fcntl = None
 
 ROOT = Path(__file__).resolve().parents[2]
 OWN = ".venv"
@@ -71,7 +77,7 @@ def prepare(extra):
     if _NESTED.get(extra) is None:
         raise SetupError(f"there is no extra {extra!r}: choose one of {', '.join(_NESTED)}")
     if not _is_ready(prefix, state, _NESTED[extra]):
-        _set_up(prefix, state, extra)
+        _set_up(prefix, extra)
     return python_in(prefix)
 
 
@@ -142,17 +148,22 @@ def _runs(prefix) -> bool:
     return python_in(prefix).exists()
 
 
-def _set_up(prefix, state, extra):
+def _set_up(prefix, extra):
+    with _alone():
+        state = read_state(prefix)  # another one may just have finished
+        if not _is_ready(prefix, state, _NESTED[extra]):
+            _make_and_install(prefix, state, extra)
+
+
+def _make_and_install(prefix, state, extra):
     start = time.monotonic()
-    _refuse_a_second_maker(state)
-    ours = prefix == ROOT / OWN
-    if ours and not _keeps(prefix, state):
+    if prefix == ROOT / OWN and not _keeps(prefix, state):
         _make(prefix)
         state = {"made": True}
     made = bool(state.get("made"))
     extras = sorted(set(state.get("extras", ())) | _NESTED[extra])
     print(f"dtlab: installing the tested packages into {prefix.name}; the first time takes some minutes", flush=True)
-    write_state(prefix, state="making", made=made, pid=os.getpid(), extras=extras)
+    write_state(prefix, state="making", made=made, extras=extras)
     installer.install(python_in(prefix), ROOT, widest(extras), log=prefix / "dtlab-setup.log", ours=made)
     write_state(prefix, state="ready", made=made, pins=pins_hash(), root=str(ROOT), extras=extras)
     print(f"dtlab: {prefix.name} is ready after {time.monotonic() - start:.0f} s", flush=True)
@@ -171,15 +182,19 @@ def _keeps(prefix, state) -> bool:
     return by_hand or (state.get("state") == "ready" and state.get("root") == str(ROOT))
 
 
-def _refuse_a_second_maker(state):
-    pid = state.get("pid")
-    if state.get("state") != "making" or os.name == "nt" or pid == os.getpid():
-        return
-    try:
-        os.kill(pid, 0)
-    except (OSError, TypeError):
-        return
-    raise SetupError(f"another set-up (process {pid}) is at work on {OWN}: wait for it, or end it and run this again")
+@contextlib.contextmanager
+def _alone():
+    """Let one set-up of this clone run at a time. pip inherits the lock, so it lasts while any part is alive."""
+    with open(ROOT / "pyproject.toml", encoding="utf-8") as file:
+        try:
+            fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            os.set_inheritable(file.fileno(), True)
+        except BlockingIOError:
+            text = "another set-up of this clone is still at work: wait for it, or end it and run this again"
+            raise SetupError(text) from None
+        except (OSError, AttributeError):  # a file system without locks; Windows
+            pass
+        yield
 
 
 def _make(prefix):
@@ -195,10 +210,10 @@ def _make(prefix):
         print(f"dtlab: {prefix.name} is half-made or was moved: making it anew", flush=True)
         shutil.rmtree(prefix)
     prefix.mkdir()
-    write_state(prefix, state="making", made=True, pid=os.getpid(), extras=[])
+    write_state(prefix, state="making", made=True, extras=[])
     share = not _active() and fits(torch_version())
     python = getattr(sys, "_base_executable", None) or sys.executable
     command = [python, "-m", "venv", "--prompt", "dtlab", *(["--system-site-packages"] if share else []), str(prefix)]
-    reply = subprocess.run(command, capture_output=True, text=True, check=False)
+    reply = subprocess.run(command, capture_output=True, text=True, close_fds=False, check=False)
     if reply.returncode:
         raise SetupError(installer.explain(reply.stdout + reply.stderr, "making .venv", log=None))

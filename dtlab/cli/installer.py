@@ -126,7 +126,9 @@ def _pip(python, args, log):
     env = {**os.environ, "PIP_USER": "0", "PIP_DISABLE_PIP_VERSION_CHECK": "1", "PIP_NO_INPUT": "1"}
     command = [str(python), "-m", "pip", "install", *args]
     with open(log, "ab") as out:
-        reply = subprocess.run(command, stdout=None if seen else out, stderr=subprocess.PIPE, env=env, check=False)
+        reply = subprocess.run(
+            command, stdout=None if seen else out, stderr=subprocess.PIPE, env=env, close_fds=False, check=False
+        )
         out.write(reply.stderr)
     return reply.returncode, reply.stderr.decode(errors="replace")
 

@@ -9,6 +9,7 @@ from pathlib import Path
 from urllib.parse import quote
 
 from dtlab.cli import bootstrap, working_copies
+from dtlab.examine import system_finding
 
 _QUIET = {"fetchNews": "false", "checkForUpdates": False}  # no news pop-up, no question to any server
 
@@ -16,6 +17,9 @@ _QUIET = {"fetchNews": "false", "checkForUpdates": False}  # no news pop-up, no 
 def main(argv) -> int:
     """Make the working copies, then become JupyterLab; it prints its address and opens a browser where there is one."""
     options = _options(argv)
+    system = system_finding()
+    if system.level != "ok":
+        print(system.line())
     copies = [Path(path) for path in working_copies.make_all()]
     first = next((path for path in sorted(copies) if path.name.startswith("00")), bootstrap.ROOT)
     env = {**os.environ, **settings(bootstrap.ROOT / "work" / ".lab")}

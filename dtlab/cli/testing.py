@@ -6,11 +6,9 @@ import sys
 
 from dtlab.cli import bootstrap
 
-_NBVAL = ["--nbval-lax", "--nbval-current-env", "--nbval-cell-timeout=120"]
-
 
 def main(argv) -> int:
-    """Run pytest over the tests, then over the lessons; return 1 if any of it failed.
+    """Run pytest over the tests, then over the lessons (notebooks/conftest.py says how); return 1 if any of it failed.
 
     Arguments other than ``--all`` go to pytest as they are; then only what they name runs.
     """
@@ -22,7 +20,7 @@ def main(argv) -> int:
     codes = [_pytest([] if everything else ["-m", "not peers"], env)]
     lessons = sorted(str(path.relative_to(bootstrap.ROOT)) for path in bootstrap.ROOT.glob("notebooks/*.ipynb"))
     if lessons:
-        codes.append(_pytest([*_NBVAL, *lessons], env))
+        codes.append(_pytest(lessons, env))
     return 1 if any(codes) else 0
 
 

@@ -46,6 +46,7 @@ class Nursery:
         theirs.close()
         self.channel = Channel(mine)
         self.facts = None  # what it found when it was ready
+        self._starts = 0  # calls of start; an interrupted one may still be answered
         self.exits = {}  # pid -> exit status of ranks that have ended
 
     @property
@@ -61,7 +62,7 @@ class Nursery:
         if self.facts is None:
             frame = self.channel.receive(READY_WITHIN_S)
             if frame is None or frame[0][0] != "ready":
-                said = frame[0][1] if frame else self._last_words()
+                said = frame[0][2] if frame else self._last_words()
                 self.close()
                 raise RankError(f"the process that starts ranks did not come up: {said}. Try `dtlab doctor`.")
             self.facts = frame[0][1]
@@ -78,22 +79,24 @@ class Nursery:
         fds = [fd for mine in fds_by_rank.values() for fd in mine]
         ranks = list(fds_by_rank)
         pids = {}
+        self._starts += 1
         for at in range(0, len(ranks), 2):  # few descriptors in a frame
             some = ranks[at : at + 2]
             per_rank = len(fds) // len(ranks)
-            self.channel.send("start", settings, some, fds=fds[at * per_rank : (at + len(some)) * per_rank])
+            theirs = fds[at * per_rank : (at + len(some)) * per_rank]
+            self.channel.send("start", self._starts, settings, some, fds=theirs)
         while len(pids) < len(ranks):
             frame = self.channel.receive(READY_WITHIN_S)
             if frame is None:
                 raise RankError("the process that starts ranks has ended; run the launch cell again")
-            if frame[0][0] == "failed":
-                raise RankError(f"{frame[0][1]}. Launch fewer ranks, or free memory and process slots.")
+            if frame[0][:2] == ("failed", self._starts):
+                raise RankError(f"{frame[0][2]}. Launch fewer ranks, or free memory and process slots.")
             self._take(frame[0], pids)
         return pids
 
     def _take(self, message, pids=None):
-        if message[0] == "started" and pids is not None:
-            pids.update(message[1])
+        if message[:2] == ("started", self._starts) and pids is not None:
+            pids.update(message[2])
         elif message[0] == "exited":
             self.exits[message[2]] = message[3]
 

@@ -4,12 +4,14 @@
 Functions, lambdas, closures and classes from cells travel by value (cloudpickle), with the notebook's globals they
 use. Tensors arrive as private copies (changes on one side never show on the other) and without their graph.
 """
+import ctypes
 import io
 import mmap
 import os
 import pickle
 import sys
 import types
+import weakref
 from dataclasses import dataclass
 
 import cloudpickle
@@ -19,6 +21,8 @@ from dtlab.errors import ConfigError
 from dtlab.ranks import wire
 
 _ALIGN = 64  # bytes; tensors start on a cache line
+_MMAP_ARGUMENTS = [ctypes.c_void_p, ctypes.c_size_t, ctypes.c_int, ctypes.c_int, ctypes.c_int, ctypes.c_int64]
+_MMAP_FAILED = ctypes.c_void_p(-1).value
 
 
 @dataclass
@@ -203,14 +207,32 @@ def _rebuild_tensor(*_):
     raise AssertionError("only named in the pickle; _Unpickler rebuilds tensors")
 
 
+def _map_private(fd):
+    """The file in memory, privately: each receiver may change its copy; pages are copied only when it does.
+
+    Subtle: ``mmap.mmap`` would keep a descriptor open for each value that the reader keeps.
+    """
+    libc, length = ctypes.CDLL(None, use_errno=True), os.fstat(fd).st_size
+    libc.mmap.restype, libc.mmap.argtypes = ctypes.c_void_p, _MMAP_ARGUMENTS
+    address = libc.mmap(None, length, mmap.PROT_READ | mmap.PROT_WRITE, mmap.MAP_PRIVATE, fd, 0)
+    if address in (None, _MMAP_FAILED):
+        raise OSError(ctypes.get_errno(), f"{os.strerror(ctypes.get_errno())}, for {length} bytes of a value")
+    array = (ctypes.c_char * length).from_address(address)
+    unmap = weakref.finalize(array, _unmap, address, length)
+    unmap.atexit = False  # tensors may be used until the very end
+    return memoryview(array).cast("B")
+
+
+def _unmap(address, length):
+    ctypes.CDLL(None).munmap(ctypes.c_void_p(address), ctypes.c_size_t(length))
+
+
 def unpack(parcel):
     """``(object, list of the globals dicts of functions that came by value)``; closes the parcel's file."""
     if parcel.fd is None:
         whole = memoryview(bytearray(parcel.body))
     else:
-        length = os.fstat(parcel.fd).st_size
-        # private: each receiver may change its copy; pages are copied only when it does
-        whole = memoryview(mmap.mmap(parcel.fd, length, flags=mmap.MAP_PRIVATE, prot=mmap.PROT_READ | mmap.PROT_WRITE))
+        whole = _map_private(parcel.fd)
         parcel.close()
     body, sizes, num_arrays = pickle.loads(whole[: parcel.size])
     buffers, offset = [], parcel.size

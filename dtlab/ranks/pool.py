@@ -2,11 +2,12 @@
 import contextlib
 import os
 import sys
+import tempfile
 import threading
 
 from dtlab import machine
 from dtlab.errors import ConfigError, RankError
-from dtlab.ranks import notebook, parcels, report, wire
+from dtlab.ranks import interrupts, notebook, parcels, report, wire
 from dtlab.ranks.board import Board, rank_list
 from dtlab.ranks.nursery import nursery
 from dtlab.ranks.run import CellRun
@@ -40,6 +41,8 @@ def launch(world_size, *, device="auto", timeout=DEFAULT_TIMEOUT_S, share_gpu=Fa
     global _current
     if _in_rank():
         raise ConfigError("launch was called on a rank; launch ranks from the notebook")
+    if "TORCHELASTIC_RUN_ID" in os.environ:
+        raise ConfigError("torchrun has started these processes: they are the ranks, use torch.distributed directly")
     _check_size(world_size)
     _check_timeout(timeout)
     if device not in ("auto", "cpu", "cuda"):
@@ -118,17 +121,28 @@ class Ranks:
             "device": device,
             "backend": backend,
             "threads": threads,
+            "store_path": None,
+            "generation": 0,
             "environ": {**os.environ, **_rank_environ(threads)},
         }
 
     # processes
 
     def _new_board(self):
+        self._close_board()
+        self._store_fd, self._board_fd = wire.anonymous_file("dtlab-store"), Board.make_file(self.size)
+        if self._nursery.method == "spawn" and not self._settings["store_path"]:
+            # where /dev/fd/N is a duplicate and not a new opening (macOS), a store needs a name
+            named, self._settings["store_path"] = tempfile.mkstemp(prefix="dtlab-store-")
+            os.close(named)
+        self._settings["generation"] += 1
+        self.board = Board(self._board_fd, self.size)
+
+    def _close_board(self):
         for fd in (self._store_fd, self._board_fd):
             if fd is not None:
                 os.close(fd)
-        self._store_fd, self._board_fd = wire.anonymous_file("dtlab-store"), Board.make_file(self.size)
-        self.board = Board(self._board_fd, self.size)
+        self._store_fd = self._board_fd = None
 
     def _start(self, ranks):
         fds, mine = {}, {}
@@ -160,37 +174,55 @@ class Ranks:
     def _drop(self, rank):
         """Forget a process that has ended."""
         for channels in (self._channels, self._controls):
-            channels.pop(rank).close()
-        os.close(self._raw.pop(rank))
+            if rank in channels:
+                channels.pop(rank).close()
+        if rank in self._raw:
+            os.close(self._raw.pop(rank))
         self.names.pop(rank, None)
 
+    def gone(self):
+        """Ranks whose process has ended."""
+        self._nursery.poll()
+        closed = [r for r, channel in self._channels.items() if channel.closed]
+        return sorted({*closed, *(r for r, pid in self.pids.items() if pid in self._nursery.exits)})
+
     def repair(self, dead, regroup):
-        """After a failed cell: replace dead ranks and join a new group if calls are left hanging in the old one."""
+        """After a failed cell: replace dead ranks and join a new group if calls are left hanging in the old one.
+
+        Returns:
+            list: the ranks that are new processes; all of them if those that were left could not join again.
+        """
         if not self._nursery.alive:
             self._close()
-            return
-        if dead or regroup:
-            self._new_board()
-            for rank in dead:
-                self._drop(rank)
-            self._cell_number += 1
-            for rank in self._channels:
-                self._channels[rank].send("regroup", self._cell_number, fds=[self._store_fd, self._board_fd])
-            kept = list(self._channels)
-            self._start(dead)
-            self._await_ready(dead)
-            for rank in kept:
-                self._await_done(rank)
+        elif dead or regroup:
+            try:
+                self._regroup(dead)
+            except RankError:
+                dead = list(range(self.size))
+                self._nursery.kill(dead)
+                self._regroup(dead)
+        return dead
+
+    def _regroup(self, dead):
+        self._new_board()
+        for rank in dead:
+            self._drop(rank)
+        kept = list(self._channels)
+        self._cell_number += 1
+        for rank in kept:
+            fds = [self._store_fd, self._board_fd]
+            self._channels[rank].send("regroup", self._cell_number, self._settings["generation"], fds=fds)
+        self._start(dead)
+        self._await_ready(dead)
+        for rank in kept:
+            self._await_done(rank)
 
     def _await_done(self, rank):
         frame = self._channels[rank].receive(REGROUP_WITHIN_S)
         while frame and frame[0][0] != "done":
             frame = self._channels[rank].receive(REGROUP_WITHIN_S)
         if frame is None or frame[0][2] != "ok":
-            why = frame[0][3]["message"] if frame else "no answer"
-            self.shutdown()
-            text = f"rank {rank} could not join a new group ({why}); all ranks were ended. Run the launch cell again."
-            raise RankError(text, rank=rank)
+            raise RankError(f"rank {rank} of {self.size} could not join a new group", rank=rank)
 
     # what the notebook calls
 
@@ -224,14 +256,14 @@ class Ranks:
 
     def push(self, **values):
         """Set variables on every rank; each rank gets its own copy."""
-        self._require_alive()
         parcel = parcels.pack(values)
-        self._command("push", range(self.size), parcel, parcel=parcel)
+        with self._exclusively(parcel) as held:
+            self._talk("push", range(self.size), (parcel,), None, parcel, held)
 
     def pull(self, name, ranks=None):
         """Values of a variable, in rank order."""
-        self._require_alive()
-        return self._command("pull", self._chosen(ranks), name)
+        with self._exclusively() as held:
+            return self._talk("pull", self._chosen(ranks), (name,), None, None, held)
 
     def shutdown(self):
         """End the processes. Again does nothing."""
@@ -259,15 +291,13 @@ class Ranks:
     def _require_alive(self):
         if not self.alive:
             raise ConfigError("these ranks were shut down (by shutdown() or a later launch): run the launch cell again")
-        self._nursery.poll()
         if not self._nursery.alive:
             self._close()
             raise ConfigError("the ranks' processes have ended: run the launch cell again")
-        dead = [r for r in range(self.size) if self.pids[r] in self._nursery.exits]
+        dead = self.gone()
         if dead:
-            how = report.died_text(self._nursery.exits[self.pids[dead[0]]])
-            self.repair(dead, regroup=True)
-            kept = report.kept_text(self.size, dead, True)
+            how = report.died_text(self._nursery.exits.get(self.pids[dead[0]]))
+            kept = report.kept_text(self.size, self.repair(dead, regroup=True), True)
             print(f"{rank_list(dead)} had ended since the last cell ({how}). {kept}", file=sys.stderr)
 
     def _chosen(self, ranks):
@@ -280,39 +310,39 @@ class Ranks:
         return chosen
 
     def _cell(self, message, ranks, timeout, parcel=None):
-        self._require_alive()
-        chosen = self._chosen(ranks)
-        timeout = self.timeout if timeout is ... else timeout
-        _check_timeout(timeout)
-        with self._exclusively():
-            kind, context, *rest = message
-            self._cell_number += 1
-            fds = [parcel.fd] if parcel and parcel.fd is not None else []
-            self.board.clear_poison()
-            for rank in chosen:
-                self._channels[rank].send(kind, self._cell_number, chosen, context, *rest, fds=fds)
-            if parcel:
-                parcel.close()
-            return CellRun(self, chosen, self._cell_number, timeout).finish()
+        kind, *rest = message
+        with self._exclusively(parcel) as held:
+            chosen = self._chosen(ranks)
+            timeout = self.timeout if timeout is ... else timeout
+            _check_timeout(timeout)
+            return self._talk(kind, chosen, (chosen, *rest), timeout, parcel, held)
 
-    def _command(self, kind, ranks, *rest, parcel=None):
-        with self._exclusively():
-            self._cell_number += 1
-            fds = [parcel.fd] if parcel and parcel.fd is not None else []
-            for rank in ranks:
-                self._channels[rank].send(kind, self._cell_number, *rest, fds=fds)
-            if parcel:
-                parcel.close()
-            return CellRun(self, ranks, self._cell_number, None).finish()
+    def _talk(self, kind, ranks, content, timeout, parcel, held):
+        """Send one message to ranks and collect their answers."""
+        self._require_alive()
+        self._cell_number += 1
+        self.board.clear_poison()
+        fds = [parcel.fd] if parcel and parcel.fd is not None else []
+        for rank in ranks:
+            self._channels[rank].send(kind, self._cell_number, *content, fds=fds)
+        if parcel:
+            parcel.close()
+        return CellRun(self, ranks, self._cell_number, timeout, held).finish()
 
     @contextlib.contextmanager
-    def _exclusively(self):
-        if not self._lock.acquire(blocking=False):
-            raise ConfigError("the ranks are busy with another cell: wait for it to end, or interrupt it")
+    def _exclusively(self, parcel=None):
+        """One cell at a time, with interrupts held; closes the parcel."""
         try:
-            yield
+            if not self._lock.acquire(blocking=False):
+                raise ConfigError("the ranks are busy with another cell: wait for it to end, or interrupt it")
+            try:
+                with interrupts.held() as held:
+                    yield held
+            finally:
+                self._lock.release()
         finally:
-            self._lock.release()
+            if parcel:
+                parcel.close()
 
     def _context(self):
         return {"path": list(sys.path), "cwd": os.getcwd()}
@@ -326,10 +356,10 @@ class Ranks:
                     self._nursery.exit_status(self.pids[rank], wait_s=3)
         for rank in list(self._channels):
             self._drop(rank)
-        for fd in (self._store_fd, self._board_fd):
-            if fd is not None:
-                os.close(fd)
-        self._store_fd = self._board_fd = None
+        self._close_board()
+        if self._settings["store_path"]:
+            with contextlib.suppress(OSError):
+                os.unlink(self._settings["store_path"])
 
 
 def _rank_environ(threads):

@@ -33,6 +33,21 @@ def error_lines(error):
     return lines
 
 
+def unreadable(error):
+    """Description of a rank's failure whose value the notebook could not rebuild; see ``cells.describe_error``."""
+    why = f"its value cannot be read in the notebook ({type(error).__name__}: {error})"
+    return {
+        "type": "ConfigError",
+        "message": why + "; return tensors, numbers, text, lists or dicts",
+        "frames": [],
+        "traceback": "",
+        "stopped": False,
+        "lost_peer": False,
+        "ours": True,
+        "name": None,
+    }
+
+
 def failure(world_size, failures, root, stopped, waits, kept, hint=""):
     """The error to raise when ranks failed.
 

@@ -1,10 +1,9 @@
 """One cell on the ranks, seen from the notebook: collect, watch, stop what must be stopped, report."""
-import contextlib
 import os
 import selectors
 import time
 
-from dtlab.errors import ConfigError, RanksInterrupted
+from dtlab.errors import RanksInterrupted
 from dtlab.ranks import parcels, report
 from dtlab.ranks.board import COLLECTIVE, RECV, SEND, rank_list
 from dtlab.ranks.monitor import Monitor
@@ -19,8 +18,8 @@ KILL_AFTER_S = 1.5
 class CellRun:
     """Runs until every chosen rank has answered, died, or been stopped."""
 
-    def __init__(self, pool, ranks, number, limit_s):
-        self.pool, self.ranks, self.number = pool, list(ranks), number
+    def __init__(self, pool, ranks, number, limit_s, interrupts):
+        self.pool, self.ranks, self.number, self.interrupts = pool, list(ranks), number, interrupts
         self.relay = Relay(self.ranks)
         self.values, self.failures, self.stopped, self.dead = {}, {}, [], []
         self.order = []  # ranks in the order in which they failed
@@ -43,15 +42,7 @@ class CellRun:
             for rank in self.ranks:
                 selector.register(self.pool._channels[rank], selectors.EVENT_READ, ("cells", rank))
                 selector.register(self.pool._raw[rank], selectors.EVENT_READ, ("raw", rank))
-            while True:
-                try:
-                    self._collect(selector)
-                    break
-                except KeyboardInterrupt:
-                    if self.interrupted:
-                        self.pool._nursery.kill(self.pending)  # asked twice
-                    self.interrupted = True
-                    self._begin_stop("interrupted")
+            self._collect(selector)
         self._drain_raw()
         kept = self._repair()
         self.relay.finish()
@@ -72,8 +63,16 @@ class CellRun:
                         selector.unregister(key.fileobj)
                 elif not self._read_cells(rank):
                     selector.unregister(key.fileobj)
+            if self.interrupts.take():
+                self._interrupt()
             self._watch()
             self.relay.tick()
+
+    def _interrupt(self):
+        if self.interrupted:
+            self.pool._nursery.kill(self.pending)  # asked twice
+        self.interrupted = True
+        self._begin_stop("interrupted")
 
     def _read_cells(self, rank):
         channel = self.pool._channels[rank]
@@ -92,18 +91,17 @@ class CellRun:
             self.pool.names[rank] = names
         if status == "ok":
             value.fd = fds[0] if fds else None
-            self.values[rank] = self._unpack(rank, value)
+            self._take_value(rank, value)
         elif status == "stopped":
             self.stopped.append(rank)
         else:
             self._take_failure(rank, value)
 
-    def _unpack(self, rank, parcel):
+    def _take_value(self, rank, parcel):
         try:
-            return parcels.unpack(parcel)[0]
+            self.values[rank] = parcels.unpack(parcel)[0]
         except Exception as error:
-            text = f"the value of rank {rank} cannot be read in the notebook ({type(error).__name__}: {error})"
-            raise ConfigError(text + ". Return tensors, numbers, text, lists or dicts.") from None
+            self._take_failure(rank, report.unreadable(error))
 
     def _take_failure(self, rank, failure):
         if failure["lost_peer"] and self._stop_at is not None:
@@ -131,9 +129,8 @@ class CellRun:
 
     def _drain_raw(self):
         for rank in self.ranks:
-            with contextlib.suppress(OSError):
-                while data := os.read(self.pool._raw[rank], 1 << 16):
-                    self.relay.add(rank, "stdout", data.decode(errors="replace"))
+            for _ in range(4):  # more than a pipe holds; a process that the rank left behind may write for ever
+                self._read_raw(rank)
 
     # watch
 
@@ -200,7 +197,7 @@ class CellRun:
         self._stop_at = time.monotonic()
         self.pool.board.poison(text)
         for rank in self.pending:
-            self.pool._controls[rank].send("stop", text)
+            self.pool._controls[rank].send("stop", self.number, text)
 
     def _climb(self, seconds):
         """The ladder: after the signal, gloo's sockets; then the process."""
@@ -209,7 +206,7 @@ class CellRun:
                 self._steps.add(step)
                 if step == "sockets":
                     for rank in self.pending:
-                        self.pool._controls[rank].send("sockets")
+                        self.pool._controls[rank].send("sockets", self.number)
                 else:
                     self.pool._nursery.kill(self.pending)
 
@@ -221,8 +218,7 @@ class CellRun:
         if clean:
             return ""
         regroup = bool("sockets" in self._steps) or not is_settled(self.pool.board)
-        dead = sorted(self.dead)
-        self.pool.repair(dead, regroup)
+        dead = self.pool.repair(sorted({*self.dead, *self.pool.gone()}), regroup)
         if not self.pool.alive:
             return "All ranks have ended: run the launch cell again."
         return report.kept_text(self.pool.size, dead, regroup)

@@ -9,6 +9,7 @@ import faulthandler
 import os
 import signal
 import socket
+import stat
 import sys
 import threading
 import time
@@ -23,6 +24,7 @@ from dtlab.ranks.wire import Channel
 from dtlab.ranks.zygote import die_with_parent
 
 _STOP_SIGNAL = signal.SIGUSR2
+_ENGINE_FILES = tuple(f"/dtlab/ranks/{name}.py" for name in ("wire", "board", "calls", "console", "worker", "parcels"))
 _STOP_AGAIN_S = 0.5  # code that swallowed the first stop gets another
 
 
@@ -36,7 +38,9 @@ class Worker:
         self.running = False  # a cell runs, so a stop may be raised
         self.stop_text = None
         self.stopped_at = None
+        self.stop_is_due = False  # it came at a moment when nothing may be raised
         self.cell_number = 0
+        self.number_lock = threading.Lock()  # a late order for an earlier cell must not touch the next one
         self.send_lock = threading.Lock()
         self.namespace = cells.Namespace()
         self.known_names = []
@@ -68,7 +72,8 @@ class Worker:
 
     def join_group(self):
         """Make the process group and the publisher on the current store and board."""
-        store = dist.FileStore(f"/dev/fd/{self.store_fd}", self.world_size)
+        store = dist.FileStore(self.settings["store_path"] or f"/dev/fd/{self.store_fd}", self.world_size)
+        store = dist.PrefixStore(f"group-{self.settings['generation']}", store)
         dist.init_process_group(
             self.settings["backend"],
             store=store,
@@ -87,6 +92,9 @@ class Worker:
 
     def send_output(self, kind, data):
         self.reply("output", kind, data)
+        if self.stop_is_due and self.running and threading.current_thread() is threading.main_thread():
+            self.stop_is_due, self.stopped_at = False, time.monotonic()
+            raise calls.Stopped(self.stop_text)
 
     def display(self, *values):
         """Show values in the notebook, labelled with this rank."""
@@ -137,9 +145,11 @@ class Worker:
 
         self._quiet(number, value)
 
-    def on_regroup(self, number, fds):
+    def on_regroup(self, number, generation, fds):
         """Leave the old group, with whatever hangs in it, and join a new one; variables stay."""
         calls.current = None
+        with self.number_lock:
+            self.cell_number = number
         shut_sockets()
         with contextlib.suppress(Exception):
             dist.destroy_process_group()
@@ -148,6 +158,7 @@ class Worker:
         for new, old in zip(fds, (self.store_fd, self.board_fd)):
             os.dup2(new, old)
             os.close(new)
+        self.settings["generation"] = generation
         self._quiet(number, self.join_group)
 
     def _quiet(self, number, action):
@@ -175,8 +186,10 @@ class Worker:
         self._finish(number, status, value)
 
     def _enter(self, number, present, context):
-        self.stop_text = self.stopped_at = None
-        self.cell_number = number
+        with self.number_lock:
+            self.stop_text = self.stopped_at = None
+            self.stop_is_due = False
+            self.cell_number = number
         self.publisher.present = present
         sys.path[:] = context["path"]
         with contextlib.suppress(OSError):
@@ -207,26 +220,45 @@ class Worker:
             if frame is None:
                 if self.control_channel.closed:
                     os._exit(0)  # the notebook is gone
-            elif frame[0][0] == "stop":
-                self.stop_text = frame[0][1]
-            elif frame[0][0] == "sockets":
-                shut_sockets()
+            elif frame[0][0] in ("stop", "sockets"):
+                self._obey(*frame[0])
             elif frame[0][0] == "where":
                 self.control_channel.send("where", where_is_main_thread())
             if self.stop_text is not None and self.running:
                 if self.stopped_at is None or time.monotonic() - self.stopped_at > _STOP_AGAIN_S:
                     signal.pthread_kill(threading.main_thread().ident, _STOP_SIGNAL)
 
+    def _obey(self, order, number, text=None):
+        with self.number_lock:
+            if number != self.cell_number:
+                return
+            if order == "stop":
+                self.stop_text = text
+            else:
+                shut_sockets()
+
     def _raise_stop(self, _signal, frame):
-        """Raise ``Stopped`` in the cell, but never inside an import: a half-imported module stays broken."""
+        """Raise ``Stopped`` in the cell, but not where it would break something; there it is raised a little later."""
         if not self.running or self.stop_text is None or is_importing(frame):
             return
-        self.stopped_at = time.monotonic()
-        raise calls.Stopped(self.stop_text)
+        self.stop_is_due = is_in_engine(frame)
+        if not self.stop_is_due:
+            self.stopped_at = time.monotonic()
+            raise calls.Stopped(self.stop_text)
+
+
+def is_in_engine(frame):
+    """Whether dtlab's own code is at work: half a message, or half a call on the board, would break the rank."""
+    while frame is not None and frame.f_code is not cells.run_function.__code__:
+        filename = frame.f_code.co_filename
+        if filename.endswith(_ENGINE_FILES) or cells._is_users(filename):
+            return filename.endswith(_ENGINE_FILES)
+        frame = frame.f_back
+    return False
 
 
 def is_importing(frame):
-    """Whether a frame or one of its callers is Python's import machinery."""
+    """Whether a frame or one of its callers is Python's import machinery, which a stop would leave half done."""
     while frame is not None:
         if frame.f_code.co_filename.startswith("<frozen importlib"):
             return True
@@ -251,6 +283,8 @@ def shut_sockets():
     """End every connected TCP socket of this process, so that gloo's waits return with an error."""
     for name in os.listdir("/dev/fd"):
         try:
+            if not stat.S_ISSOCK(os.fstat(int(name)).st_mode):
+                continue
             sock = socket.socket(fileno=os.dup(int(name)))
         except OSError:
             continue

@@ -4,9 +4,9 @@ It is exec'd (it inherits nothing from the kernel), keeps one thread, and ends w
 end of the socket closes, whatever the reason. Where fork is not safe (macOS) it starts each rank as a fresh program
 instead; everything else is the same.
 
-Messages in: ``("start", settings, [rank, ...])`` with five descriptors for each rank, ``("kill", [rank, ...])``.
-Messages out: ``("ready", facts)``, ``("started", {rank: pid})``, ``("exited", rank, pid, status)``,
-``("failed", text)``.
+Messages in: ``("start", number, settings, [rank, ...])`` with five descriptors a rank, ``("kill", [rank, ...])``.
+Messages out: ``("ready", facts)``, ``("started", number, {rank: pid})``, ``("exited", rank, pid, status)``,
+``("failed", number, text)``.
 """
 import contextlib
 import ctypes
@@ -56,6 +56,7 @@ class Zygote:
         self.channel, self.method = channel, method
         self.ranks = {}  # pid -> rank
         self.children = {}  # pid -> Popen, where ranks are started as programs
+        self.store_path = None  # a file to remove at the end, where the store needs a name
 
     def serve(self):
         """Answer until the notebook's end closes, then kill what is left."""
@@ -73,22 +74,25 @@ class Zygote:
                 self.reap()
         finally:
             self.on_kill(list(self.ranks.values()))
+            if self.store_path:
+                with contextlib.suppress(OSError):
+                    os.unlink(self.store_path)
 
-    def on_start(self, settings, ranks, fds):
+    def on_start(self, number, settings, ranks, fds):
         """Start ranks, each with its own descriptors."""
-        pids = {}
+        pids, self.store_path = {}, settings["store_path"]
         for i, rank in enumerate(ranks):
             mine = fds[i * FDS_PER_RANK : (i + 1) * FDS_PER_RANK]
             try:
                 pid = self._fork(settings, rank, mine) if self.method == "fork" else self._spawn(settings, rank, mine)
             except OSError as error:
-                self.channel.send("failed", f"rank {rank} could not be started: {error}")
+                self.channel.send("failed", number, f"rank {rank} could not be started: {error}")
                 break
             self.ranks[pid] = rank
             pids[rank] = pid
         for fd in fds:
             os.close(fd)
-        self.channel.send("started", pids)
+        self.channel.send("started", number, pids)
 
     def _fork(self, settings, rank, mine):
         pid = os.fork()
@@ -137,7 +141,11 @@ class Zygote:
 
 
 def preload():
-    """Import what ranks need, so that no rank pays for it: the first DDP() alone would import torch._dynamo."""
+    """Import what ranks need, so that no rank pays for it: the first DDP() alone would import torch._dynamo.
+
+    No garbage is looked for meanwhile: that is a quarter of the time and finds nothing.
+    """
+    gc.disable()
     import cloudpickle  # noqa: F401
     import numpy  # noqa: F401
     import torch
@@ -150,6 +158,8 @@ def preload():
     from dtlab.ranks import calls, worker  # noqa: F401
 
     calls.install()
+    gc.freeze()
+    gc.enable()
 
 
 def main():
@@ -164,10 +174,8 @@ def main():
     signal.signal(signal.SIGINT, signal.SIG_IGN)
     if method == "fork":
         preload()
-        gc.collect()
-        gc.freeze()
         if num_threads() > 1:
-            channel.send("failed", f"the zygote has {num_threads()} threads after its imports; forking is not safe")
+            channel.send("failed", 0, f"the zygote has {num_threads()} threads after its imports; forking is not safe")
             return
     channel.send("ready", {"threads": num_threads(), "gpus": _num_gpus() if method == "fork" else None})
     Zygote(channel, method).serve()

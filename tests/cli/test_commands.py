@@ -1,0 +1,99 @@
+"""What ``dtlab test``, ``run`` and ``lab`` start, without starting it."""
+
+import subprocess
+import sys
+
+import pytest
+
+from dtlab import cli
+from dtlab.cli import bootstrap, lab, run, testing, working_copies
+from dtlab.examine import Finding
+
+
+@pytest.fixture
+def course(tmp_path, monkeypatch):
+    """A course of one lesson; every process that would start is recorded, and ends with the next of ``codes``."""
+    (tmp_path / "notebooks").mkdir()
+    (tmp_path / "notebooks" / "00_ranks.ipynb").write_text("{}")
+    monkeypatch.setattr(bootstrap, "ROOT", tmp_path)
+    calls, codes = [], []
+
+    def call(command, **kwargs):
+        calls.append((command, kwargs.get("env") or {}))
+        return codes.pop(0) if codes else 0
+
+    monkeypatch.setattr(subprocess, "call", call)
+    return calls, codes
+
+
+def test_test_runs_the_tests_and_then_the_lessons(course):
+    calls, _ = course
+    assert testing.main([]) == 0
+    (tests, _), (lessons, _) = calls
+    assert tests == [sys.executable, "-m", "pytest", "-m", "not peers"]
+    assert lessons == [sys.executable, "-m", "pytest", "notebooks/00_ranks.ipynb"]
+
+
+@pytest.mark.parametrize("codes", [[1, 0], [0, 1], [1, 1], [5, 0]])
+def test_test_fails_if_either_part_fails_and_runs_both(course, codes):
+    calls, queue = course
+    queue += codes
+    assert testing.main([]) == 1 and len(calls) == 2
+
+
+def test_all_leaves_nothing_out_and_says_so_to_the_tests(course):
+    calls, _ = course
+    testing.main(["--all"])
+    assert calls[0][0][1:] == ["-m", "pytest"] and calls[0][1]["DTLAB_TEST_ALL"] == "1"
+
+
+def test_what_is_named_is_what_runs(course):
+    calls, queue = course
+    queue.append(4)
+    assert testing.main(["tests/test_tour.py", "-x"]) == 4
+    assert calls[0][0][1:] == ["-m", "pytest", "tests/test_tour.py", "-x"] and len(calls) == 1
+
+
+def test_run_hands_over_its_arguments_and_exit_code(course):
+    calls, queue = course
+    queue.append(7)
+    assert run.main(["--extra", "bench", "benchmarks/run.py", "--quick"]) == 7
+    assert calls[0][0] == [sys.executable, "benchmarks/run.py", "--quick"]
+
+
+def test_run_without_anything_is_refused():
+    with pytest.raises(bootstrap.SetupError, match="needs something to run"):
+        run.main([])
+
+
+@pytest.mark.parametrize("argv, extra", [
+    (["lab"], "course"), (["tour"], "course"), (["test", "-x"], "test"), (["doctor"], None), (["reset", "00"], None),
+    (["run", "-m", "ruff"], "test"), (["run", "--extra", "bench", "x.py"], "bench"),
+])  # fmt: skip
+def test_each_command_sets_up_no_more_than_it_needs(monkeypatch, argv, extra):
+    asked = []
+    monkeypatch.setattr(bootstrap, "prepare", lambda extra: asked.append(extra) or "elsewhere/bin/python")
+    monkeypatch.setattr(bootstrap, "hand_over", lambda python, argv: 0)
+    assert cli.main(argv) == 0 and asked == [extra]
+
+
+def test_an_interrupted_command_ends_like_a_shell_expects(monkeypatch, capsys):
+    def interrupt(extra):
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr(bootstrap, "prepare", interrupt)
+    assert cli.main(["lab"]) == 130 and capsys.readouterr().err == "dtlab: stopped\n"
+
+
+def test_lab_makes_the_copies_and_opens_lesson_00(tmp_path, monkeypatch, capsys):
+    copies = [tmp_path / "work" / "01_later.ipynb", tmp_path / "work" / "00_ranks.ipynb"]
+    started = []
+    monkeypatch.setattr(bootstrap, "ROOT", tmp_path)
+    monkeypatch.setattr(working_copies, "make_all", lambda: copies)
+    monkeypatch.setattr(lab, "_become", lambda command, env: started.append((command, env)) or 0)
+    monkeypatch.setattr(lab, "system_finding", lambda: Finding("system", "problem", "Windows 11", "install WSL2"))
+    assert lab.main(["--no-browser"]) == 0
+    command, env = started[0]
+    assert "--LabApp.default_url=/lab/tree/work/00_ranks.ipynb" in command and "--no-browser" in command
+    assert env["JUPYTERLAB_SETTINGS_DIR"].startswith(str(tmp_path / "work"))
+    assert "install WSL2" in capsys.readouterr().out
