@@ -30,9 +30,12 @@ _NAMES = {  # c10d operator -> the name in torch.distributed
     "alltoall_": "all_to_all",
     "alltoall_base_": "all_to_all_single",
     "recv_any_source_": "recv",
+    "allreduce_coalesced_": "all_reduce_coalesced",
+    "allgather_coalesced_": "all_gather_coalesced",
+    "allgather_into_tensor_coalesced_": "all_gather_into_tensor_coalesced",
 }
 _FAMILY = {"all_gather_into_tensor": "all_gather", "reduce_scatter_tensor": "reduce_scatter"}
-_SKIPPED_FILES = ("/torch/", "/dtlab/ranks/", "<frozen ", "/contextlib.py", "<string>")
+_SKIPPED_FILES = ("/torch/", "/dtlab/ranks/", "/dtlab/record/", "<frozen ", "/contextlib.py", "<string>")
 
 
 class Stopped(BaseException):
@@ -159,6 +162,7 @@ def label_of(filename):
 
 
 current = None  # the Publisher of this rank, None where there is none
+observer = None  # while a recording runs, its record.communication.Calls: it is told of every call and wait
 
 
 def install():
@@ -192,13 +196,16 @@ def _kernel(op, name, after):
         publisher = current
         if publisher is None:
             return op.redispatch(keyset & after, *args)
-        members, key = publisher.group_facts(dist.ProcessGroup.unbox(args[group_at]))
+        started, group = time.perf_counter(), dist.ProcessGroup.unbox(args[group_at])
+        members, key = publisher.group_facts(group)
         peer = ANY if peer_at is None else members[args[peer_at]]
         tag = 0 if tag_at is None else args[tag_at]
         index = publisher.publish(public, kind, members, key, peer, tag, _describe(args[tensors_at], public))
         out = op.redispatch(keyset & after, *args)
-        boxed = out if work_at is None else out[work_at]
-        publisher.remember(distributed_c10d.Work.unbox(boxed), index)
+        work = distributed_c10d.Work.unbox(out if work_at is None else out[work_at])
+        publisher.remember(work, index)
+        if observer is not None:
+            observer.issued(started, op, public, group, members, peer, tag, args, work)
         if kind == COLLECTIVE:
             _note_results(publisher, args[0], index)
         return out
@@ -217,11 +224,15 @@ def _note_results(publisher, tensors, index):
 
 def _wait_kernel(op, after):
     def kernel(keyset, tensor):
+        started = time.perf_counter()
         if current is not None:
             index = current._by_tensor.pop(tensor.untyped_storage()._cdata, None)
             if index is not None:
                 current.gate(index)
-        return op.redispatch(keyset & after, tensor)
+        out = op.redispatch(keyset & after, tensor)
+        if observer is not None:
+            observer.waited_for(tensor, started)
+        return out
 
     return kernel
 
@@ -250,9 +261,13 @@ def _replace_work_wait():
 
     @functools.wraps(original)
     def wait(self, *args, **kwargs):
+        started = time.perf_counter()
         if current is not None:
             current.gate_work(self, (args[0] if args else kwargs.get("timeout")))
-        return original(self, *args, **kwargs)
+        done = original(self, *args, **kwargs)
+        if observer is not None:
+            observer.waited(self, started)
+        return done
 
     work_type.wait = wait
 

@@ -110,7 +110,7 @@ def remember_source(filename, label, source):
 
 def describe_error(error):
     """What the notebook needs to report an exception: plain data."""
-    frames = [f for f in traceback.extract_tb(error.__traceback__) if "/dtlab/ranks/" not in f.filename]
+    frames = [f for f in traceback.extract_tb(error.__traceback__) if not any(p in f.filename for p in ("/dtlab/ranks/", "/dtlab/record/"))]
     if isinstance(error, SyntaxError) and error.lineno and error.filename:
         source = (error.text or linecache.getline(error.filename, error.lineno)).rstrip()
         frames = [traceback.FrameSummary(error.filename, error.lineno, "<module>", line=source, lookup_line=False)]
