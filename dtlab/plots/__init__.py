@@ -2,5 +2,6 @@
 from dtlab.plots.curves import curves
 from dtlab.plots.ranks_picture import ranks_picture
 from dtlab.plots.svg import Svg
+from dtlab.plots.timeline import timeline
 
-__all__ = ["Svg", "curves", "ranks_picture"]
+__all__ = ["Svg", "curves", "ranks_picture", "timeline"]

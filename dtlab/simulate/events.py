@@ -162,7 +162,7 @@ def write_events(path, events, *, world_size, meta=None):
     """Write ``{rank: [Event, ...]}`` to a file; the module's docstring has the format."""
     with open(path, "w", encoding="utf-8") as file:
         def put(entry):
-            file.write(json.dumps(entry, separators=(",", ":"), default=lambda value: value.item()) + "\n")
+            file.write(json.dumps(entry, separators=(",", ":"), default=plain) + "\n")
 
         put({"dtlab_recording": VERSION, "world_size": world_size, "ranks": list(events), "meta": dict(meta or {})})
         for rank, its in events.items():
@@ -190,10 +190,17 @@ def read_events(path):
         raise ConfigError(f"{str(path)!r} is no dtlab recording: it is not text") from None
 
 
+def plain(value):
+    """A number of numpy or torch as Python's own, for json."""
+    if not hasattr(value, "item"):
+        raise ConfigError(f"a recording on disk holds numbers and text, not {type(value).__name__} ({value!r})")
+    return value.item()
+
+
 def _parse(path, file):
     header = _entry(file.readline())
     version = (header or {}).get("dtlab_recording")
-    if not isinstance(version, int):
+    if not isinstance(version, int) or version < 1:
         raise ConfigError(f"{str(path)!r} is no dtlab recording: its first line is no header")
     if version > VERSION:
         raise ConfigError(f"{str(path)!r} has format {version}, newer than {VERSION}, which this dtlab reads: "
@@ -237,8 +244,7 @@ def _wrong(entry):
     for name, value in entry.items():
         if name not in _FIELDS:
             return f"an event has no field {name!r}"
-        kind = _FIELDS[name].type
-        kind = getattr(kind, "__name__", kind)
+        kind = _FIELDS[name].type.__name__
         if not isinstance(value, _TYPES[kind]) or isinstance(value, bool):
             return f"{name} ({value!r}) should be of type {kind}"
     missing = [name for name in ("kind", "op", "start_s", "end_s") if name not in entry]

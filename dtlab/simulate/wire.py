@@ -47,7 +47,7 @@ def wire_bytes(op, tensor_bytes, size, *, index=None, root=0, chunks=None):
     """
     name = base_op(op)
     if name in ("send", "recv"):
-        return tensor_bytes if name == "send" and size != 0 else 0
+        return tensor_bytes if name == "send" else 0
     if name not in OPS:
         raise ConfigError(f"bytes sent by {op!r} are not known; known are {', '.join(OPS)}, send, recv")
     if size <= 1 or name == "barrier":

@@ -1,0 +1,149 @@
+"""Timelines: a lane per rank and per channel, a box per phase, with the micro-batch's number in it."""
+from html import escape
+from math import ceil, floor, log10
+from zlib import crc32
+
+from dtlab.plots.svg import COLOURS, document, label, line
+from dtlab.simulate.timeline import rows
+
+_WIDTH, _LEFT, _RIGHT = 650, 112, 12
+_COMPUTE, _CHANNEL, _GAP, _MOST_ROWS = 30, 17, 8, 4  # heights of lanes, space between ranks
+_COLUMN = 0.5  # units; the finest thing drawn
+_LOOKS = {  # kind -> letter, colour, words of the legend
+    "forward": ("F", COLOURS["forward"], "forward"),
+    "backward": ("B", COLOURS["backward"], "backward"),
+    "weight": ("W", COLOURS["weight_grads"], "weight gradient"),
+    "optimizer": ("O", COLOURS["optimizer"], "optimizer"),
+    "compute": ("X", "#E4E4E4", "other compute"),
+    "communication": ("C", COLOURS["communication"], "communication"),
+    "idle": ("", None, "waiting"),
+}
+
+
+def timeline(source, *, ranks=None, communication=True):
+    """Draw a recording's or a simulation's timeline.
+
+    What is shorter than half a unit of the picture's 650 is drawn by what fills most of that half; compute boxes of one
+    phase that touch are one box.
+
+    Args:
+        source: a ``Timeline``, or a live recording.
+        ranks: the ranks to draw; all if not given.
+        communication: draw the lanes of communication as well.
+
+    Returns:
+        Svg.
+
+    Raises:
+        ConfigError: a dry recording: it has no times.
+    """
+    timeline = source.timeline() if hasattr(source, "events") else source
+    lanes = {lane: [] for lane in timeline.lanes
+             if (ranks is None or lane.rank in ranks) and (communication or not lane.channel)}
+    boxes = [box for box in timeline.boxes if box.lane in lanes]
+    for box in boxes:
+        lanes[box.lane].append(box)
+    start_s = timeline.start_s
+    scale = (_WIDTH - _LEFT - _RIGHT) / (timeline.step_time_s or 1)
+    hatch = f"idle-{crc32(repr(boxes).encode()):08x}"  # its own name in a page of many pictures
+    parts, y = _legend({box.kind for box in boxes}, hatch)
+    rank = None
+    for lane, its in lanes.items():
+        y += _GAP if rank not in (None, lane.rank) else 0
+        rank, height = lane.rank, _CHANNEL if lane.channel else _COMPUTE
+        packed = rows(its) if lane.channel else [its]
+        packed = packed[: _MOST_ROWS - 1] + [sum(packed[_MOST_ROWS - 1:], [])] * (len(packed) >= _MOST_ROWS)
+        name = str(lane) if len(str(lane)) <= 17 else str(lane)[:15] + ".."
+        parts.append(label(_LEFT - 6, y + height / 2 + 5, name, anchor="end", size=11 if lane.channel else 15,
+                           weight="normal" if lane.channel else "bold"))
+        for row in packed:
+            for x, end, *joined in _drawn(row, start_s, scale):
+                parts.append(_box(_LEFT + x, y, end - x, height - 3, joined, hatch))
+            y += height
+    parts += _axis(y, timeline.step_time_s, scale)
+    title = f"Timeline of {len({lane.rank for lane in lanes})} ranks, {_time(timeline.step_time_s)}"
+    return document([_pattern(hatch), *parts], width=_WIDTH, height=y + 44, title=title, text=repr(timeline))
+
+
+def _drawn(boxes, start_s, scale):
+    """``[(x, end, first, last), ...]``: a column shows the box that fills most of it; runs of one look are joined."""
+    columns = {}
+    for number, box in enumerate(boxes):
+        left, right = ((time_s - start_s) * scale / _COLUMN for time_s in (box.start_s, box.end_s))
+        of_its_own = number if box.kind == "communication" and right - left > 4 else -1
+        key = box.kind, box.label, box.text, of_its_own
+        for column in range(floor(left), max(ceil(right), floor(left) + 1)):
+            filled, first, _ = columns.setdefault(column, {}).get(key, (0, box, box))
+            columns[column][key] = filled + min(right, column + 1) - max(left, column), first, box
+    runs = []
+    for column, looks in sorted(columns.items()):
+        key = max(looks, key=lambda key: looks[key][0])
+        if runs and runs[-1][:2] == [key, column]:
+            runs[-1][1], runs[-1][4] = column + 1, looks[key][2]
+        else:
+            runs.append([key, column + 1, column, *looks[key][1:]])
+    return [(begin * _COLUMN, end * _COLUMN, first, last) for _, end, begin, first, last in runs]
+
+
+def _box(x, y, width, height, boxes, hatch):
+    """Boxes joined to one, with its words and, where it is wide enough to be pointed at, its story as a tooltip."""
+    box, last = boxes
+    letter, colour, _ = _LOOKS[box.kind]
+    shape = f'<rect x="{x:.1f}" y="{y}" width="{width:.1f}" height="{height}" fill="{colour or f"url(#{hatch})"}"'
+    if width < 3:
+        return shape + "/>"
+    story = escape(f"{box.lane}: {box.label}, {_time(last.end_s - box.start_s)}")
+    shape += f' stroke="{COLOURS["outline"]}"><title>{story}</title></rect>'
+    size = 14 if height > 20 else 11
+    if box.kind in ("communication", "compute"):
+        texts = [f"{box.label} {box.text}".strip(), box.label, box.text or letter]
+    else:
+        texts = [letter + box.text, box.text or letter]
+    text = next((text for text in texts if text and len(text) * size * 0.62 + 3 <= width), None)
+    where = f"{x + width / 2:.1f}", f"{y + height / 2 + size * 0.36:.1f}"
+    return shape + label(*where, text, anchor="middle", size=size, weight="bold") if text else shape
+
+
+def _pattern(name):
+    """The hatch of waiting."""
+    return (f'<defs><pattern id="{name}" width="7" height="7" patternUnits="userSpaceOnUse" '
+            'patternTransform="rotate(45)"><rect width="7" height="7" fill="#FFFFFF"/>'
+            '<line x1="0" y1="0" x2="0" y2="7" stroke="#767676" stroke-width="2.5"/></pattern></defs>')
+
+
+def _legend(kinds, hatch):
+    """A box with its letter and a word for each kind that is drawn; and where they end."""
+    parts, x, y = [], 8, 8
+    for kind, (letter, colour, words) in _LOOKS.items():
+        width = 44 + 7 * len(words)
+        if kind in kinds:
+            x, y = (x, y) if x + width - 10 <= _WIDTH else (8, y + 24)
+            parts.append(f'<rect x="{x}" y="{y}" width="22" height="18" fill="{colour or f"url(#{hatch})"}" '
+                         f'stroke="{COLOURS["outline"]}"/>')
+            parts += [label(x + 11, y + 14, letter, anchor="middle", size=14, weight="bold"),
+                      label(x + 27, y + 14, words, size=13)]
+            x += width
+    return parts, y + 32
+
+
+def _unit(time_s):
+    return next(((name, size) for name, size in (("s", 1), ("ms", 1e-3)) if time_s >= size), ("us", 1e-6))
+
+
+def _time(time_s):
+    name, size = _unit(time_s)
+    return f"{time_s / size:.3g} {name}"
+
+
+def _axis(y, total_s, scale):
+    """Ticks at 1, 2 or 5 times a power of ten."""
+    name, size = _unit(total_s)
+    total = total_s / size or 1
+    power = 10 ** floor(log10(total / 4))
+    step = power * max((factor for factor in (1, 2, 5) if factor * power <= total / 4), default=1)
+    yield line(_LEFT, y + 2, _WIDTH - _RIGHT, y + 2)
+    for number in range(int(total / step + 1e-9) + 1):
+        x = _LEFT + number * step * size * scale
+        yield line(round(x, 1), y + 2, round(x, 1), y + 7)
+        yield label(round(x, 1), y + 20, f"{number * step:.4g}", anchor="middle", size=13)
+    yield label((_LEFT + _WIDTH - _RIGHT) / 2, y + 37, f"time [{name}]", anchor="middle", size=13)
