@@ -11,6 +11,7 @@ Not seen: a wait that C++ makes by itself (DDP's reducer at the end of backward)
 import functools
 import sys
 import time
+import weakref
 import zlib
 
 import torch
@@ -50,7 +51,8 @@ class Publisher:
         self.present = present  # ranks that take part in the running cell
         self._seqs = {}  # (channel, kind) -> next number
         self._groups = {}  # group name -> (global ranks, hash of name and ranks)
-        self._works = {}  # id(Work) -> (Work, index of its call); pybind keeps one Python object per Work
+        self._works = {}  # id(Work) -> (weak reference to it, index of its call)
+        self._last = None  # the last Work: pybind keeps one Python object of it, but nobody holds that one yet
         self._by_tensor = {}  # storage address of a functional collective's result -> index of its call
 
     def group_facts(self, group):
@@ -84,13 +86,13 @@ class Publisher:
 
     def remember(self, work, index):
         """Tie a handle to its call, until it is waited for."""
-        if len(self._works) > 1000:
-            self._works = {k: v for k, v in self._works.items() if not _is_done(v)}
-        self._works[id(work)] = work, index
+        key, self._last = id(work), work
+        self._works[key] = weakref.ref(work, lambda _: self._works.pop(key, None)), index  # a Work holds its tensors
 
     def gate_work(self, work, timeout=None):
         """Poll until the peers have published what this handle waits for."""
         _, index = self._works.pop(id(work), (None, None))
+        self._last = None if work is self._last else self._last
         if index is not None:
             self.gate(index, work if self._is_collective(index) else None, timeout)
 
@@ -120,13 +122,6 @@ class Publisher:
     def _closed(self, call):
         self.board.pump()
         return bool(self.board.missing(self.rank, call))
-
-
-def _is_done(entry):
-    try:
-        return entry[0].is_completed()
-    except Exception:
-        return True
 
 
 def absent_text(op, absent, members, present):
@@ -226,6 +221,7 @@ def _wait_kernel(op, after):
     def kernel(keyset, tensor):
         started = time.perf_counter()
         if current is not None:
+            current._last = None
             index = current._by_tensor.pop(tensor.untyped_storage()._cdata, None)
             if index is not None:
                 current.gate(index)

@@ -114,9 +114,9 @@ class Nursery:
                 self._take(frame[0])
         return self.exits.pop(pid, None)
 
-    def kill(self, ranks):
+    def kill(self, pids):
         """Kill ranks and what they started."""
-        self.channel.send("kill", list(ranks))
+        self.channel.send("kill", list(pids))
 
     def close(self):
         """End the zygote and all its ranks."""

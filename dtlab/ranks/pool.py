@@ -180,6 +180,10 @@ class Ranks:
             os.close(self._raw.pop(rank))
         self.names.pop(rank, None)
 
+    def kill(self, ranks):
+        """Kill the processes of ranks."""
+        self._nursery.kill([self.pids[r] for r in ranks if r in self.pids])
+
     def gone(self):
         """Ranks whose process has ended."""
         self._nursery.poll()
@@ -199,7 +203,7 @@ class Ranks:
                 self._regroup(dead)
             except RankError:
                 dead = list(range(self.size))
-                self._nursery.kill(dead)
+                self.kill(dead)
                 self._regroup(dead)
         return dead
 
@@ -350,7 +354,7 @@ class Ranks:
     def _close(self):
         self.alive = False
         if self._nursery.alive and self._channels:
-            self._nursery.kill(list(self._channels))
+            self.kill(self._channels)
             for rank in list(self._channels):
                 if rank in self.pids:
                     self._nursery.exit_status(self.pids[rank], wait_s=3)

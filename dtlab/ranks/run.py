@@ -70,7 +70,7 @@ class CellRun:
 
     def _interrupt(self):
         if self.interrupted:
-            self.pool._nursery.kill(self.pending)  # asked twice
+            self.pool.kill(self.pending)  # asked twice
         self.interrupted = True
         self._begin_stop("interrupted")
 
@@ -208,7 +208,7 @@ class CellRun:
                     for rank in self.pending:
                         self.pool._controls[rank].send("sockets", self.number)
                 else:
-                    self.pool._nursery.kill(self.pending)
+                    self.pool.kill(self.pending)
 
     # after
 

@@ -4,7 +4,7 @@ It is exec'd (it inherits nothing from the kernel), keeps one thread, and ends w
 end of the socket closes, whatever the reason. Where fork is not safe (macOS) it starts each rank as a fresh program
 instead; everything else is the same.
 
-Messages in: ``("start", number, settings, [rank, ...])`` with five descriptors a rank, ``("kill", [rank, ...])``.
+Messages in: ``("start", number, settings, [rank, ...])`` with five descriptors a rank, ``("kill", [pid, ...])``.
 Messages out: ``("ready", facts)``, ``("started", number, {rank: pid})``, ``("exited", rank, pid, status)``,
 ``("failed", number, text)``.
 """
@@ -73,7 +73,7 @@ class Zygote:
                     getattr(self, "on_" + message[0])(*message[1:], fds=fds)
                 self.reap()
         finally:
-            self.on_kill(list(self.ranks.values()))
+            self.on_kill(list(self.ranks))
             if self.store_path:
                 with contextlib.suppress(OSError):
                     os.unlink(self.store_path)
@@ -115,10 +115,10 @@ class Zygote:
         self.children[child.pid] = child
         return child.pid
 
-    def on_kill(self, ranks, fds=()):
+    def on_kill(self, pids, fds=()):
         """Kill ranks and the processes they started."""
-        for pid, rank in list(self.ranks.items()):
-            if rank in ranks:
+        for pid in pids:
+            if pid in self.ranks:
                 for kill in (os.killpg, os.kill):
                     try:
                         kill(pid, signal.SIGKILL)
