@@ -82,10 +82,10 @@ def _row(lesson):
     kept = {} if notes.headless() else notes.read("ledger")
     measured = _session.get(lesson) or kept.get(lesson)
     technique, cut, use = _TEXTS[lesson]
-    source = "here" if measured else "shipped"
+    source = "this machine" if measured else "shipped"
     measured = measured or _shipped().get(lesson, {})
     return {"lesson": lesson, "technique": technique, "what is cut": cut,
-            **{name: measured.get(name) for name in _MEASURED}, "when to use": use, "measured": source}
+            **{name: measured.get(name) for name in _MEASURED}, "when to use": use, "from": source}
 
 
 def _shipped():

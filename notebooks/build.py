@@ -12,6 +12,7 @@ Its id is the lesson and its name, or a hash of its text: a new cell renumbers n
     timing    not compared; the old output stays when only its numbers moved
     picture   not compared; the old output stays when only its numbers or pixels moved
 
+The tag ``folded`` hides a cell's source, where it would tell the answer.
 A cell with output and no kind is refused, so is an output with a path or a name of this machine.
 Lessons run headless (DTLAB_HEADLESS=1) in a fresh kernel, so a rebuild without a change is an empty diff.
 """
@@ -55,6 +56,8 @@ def from_source(path):
         if "exact" in tags:
             tags.append("nbval-check-output")
         cell.metadata = nbformat.from_dict({"tags": tags} if tags else {})
+        if "folded" in tags:
+            cell.metadata["jupyter"] = {"source_hidden": True}
     notebook.metadata = nbformat.from_dict(METADATA)
     notebook.nbformat, notebook.nbformat_minor = 4, 5
     return notebook

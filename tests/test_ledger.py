@@ -25,13 +25,13 @@ class Recording:
 
 def test_a_lesson_not_run_shows_its_shipped_row_marked():
     table = ledger()
-    assert list(table["measured"]) == ["shipped"] * len(_TEXTS)
+    assert list(table["from"]) == ["shipped"] * len(_TEXTS)
     assert table.loc["00", "collectives per step"] == _shipped()["00"]["collectives per step"]
 
 
 def test_no_column_that_nothing_measured():
     table = ledger("00", collectives_per_step="1 all_reduce")
-    assert table.loc["00", "measured"] == "here"
+    assert table.loc["00", "from"] == "this machine"
     assert not [column for column in table if "bytes" in column or "memory" in column]
 
 

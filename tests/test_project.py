@@ -152,12 +152,16 @@ def targets():
     return set(re.findall(r"^\.PHONY: (.+)$", (ROOT / "Makefile").read_text(), re.MULTILINE)[0].split())
 
 
+def what_make_would_do(*args):
+    """The commands of a target, printed and not run, also when these tests run under make themselves."""
+    env = {name: value for name, value in os.environ.items() if not name.startswith(("MAKE", "MFLAGS"))}
+    command = ["make", "--dry-run", "--no-print-directory", *args]
+    return subprocess.run(command, cwd=ROOT, env=env, capture_output=True, text=True, check=True).stdout
+
+
 def test_every_make_target_is_one_call_of_the_module():
     for target in sorted(targets() - {"clean"}):
-        reply = subprocess.run(
-            ["make", "-n", target, "PYTHON=snake"], cwd=ROOT, capture_output=True, text=True, check=True
-        )
-        (line,) = reply.stdout.strip().splitlines()
+        (line,) = what_make_would_do(target, "PYTHON=snake").strip().splitlines()
         words = line.split()
         assert words[:3] == ["snake", "-m", "dtlab"] and words[3] in cli._COMMANDS, line
 
@@ -168,8 +172,8 @@ def test_the_scripts_that_make_runs_are_there():
 
 
 def test_clean_leaves_the_readers_work_alone():
-    reply = subprocess.run(["make", "-n", "clean"], cwd=ROOT, capture_output=True, text=True, check=True)
-    assert "rm -rf .venv" in reply.stdout and "work" not in reply.stdout
+    lines = what_make_would_do("clean")
+    assert "rm -rf .venv" in lines and "work" not in lines
 
 
 @pytest.mark.parametrize("document", ["README.md", "CONTRIBUTING.md", "CHANGELOG.md"])

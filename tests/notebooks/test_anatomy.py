@@ -80,8 +80,18 @@ def test_one_import_cell_and_the_number_of_ranks_in_one_place(lesson):
 
 def test_prose_stands_above_every_code_cell(lesson):
     kinds = [cell.cell_type for cell in lesson.cells]
-    bare = [lesson.cells[i].source[:50] for i in range(2, len(kinds)) if kinds[i - 2 : i + 1] == ["code"] * 3]
-    assert kinds[0] == "markdown" and not bare, f"three code cells in a row: {bare}"
+    bare = [lesson.cells[i].id for i in range(len(kinds)) if kinds[i] == "code" and (i == 0 or kinds[i - 1] == "code")]
+    assert not bare, bare
+
+
+def test_no_line_of_code_is_cut_on_a_laptops_screen(lesson):
+    shown = [cell for cell in cells(lesson, "code") if "folded" not in cell.metadata.get("tags", [])]
+    assert not [line for cell in shown for line in cell.source.splitlines() if len(line) > 97]
+
+
+def test_questions_hide_their_replies(lesson):
+    for cell in cells(lesson, "code"):
+        assert ("dtlab.predict(" in cell.source) <= cell.metadata.get("jupyter", {}).get("source_hidden", False), cell.id
 
 
 def test_headings_in_order(lesson):

@@ -27,14 +27,14 @@ READY = """async () => {
   await panel.context.ready;
   await panel.sessionContext.ready;
   await until(() => panel.sessionContext.session?.kernel?.status === 'idle');
-  panel.content.notebookConfig = {...panel.content.notebookConfig, windowingMode: 'none'};
 }"""
 CELLS = "() => jupyterapp.shell.currentWidget.content.widgets.map(cell => cell.model.toJSON())"
+ALL_RAN = """() => { const panel = jupyterapp.shell.currentWidget;
+                     return panel.sessionContext.session.kernel.status === 'idle' && panel.content.widgets.every(
+                       cell => cell.model.type !== 'code' || cell.model.executionCount !== null); }"""
 RUN_ONE = """index => { jupyterapp.shell.currentWidget.content.activeCellIndex = index;
                        return jupyterapp.commands.execute('notebook:run-cell'); }"""
-LENGTH = """() => { const all = document.querySelector('.jp-WindowedPanel-outer, .jp-Notebook');
-                    return Math.max(all.scrollHeight, ...[...document.querySelectorAll('.jp-Notebook *')]
-                      .filter(box => box.classList.contains('jp-WindowedPanel-inner')).map(box => box.scrollHeight)); }"""
+LENGTH = "() => Math.max(...[...document.querySelectorAll('.jp-WindowedPanel-outer')].map(box => box.scrollHeight))"
 
 
 def find_chromium():
@@ -48,7 +48,9 @@ class Notebook:
         self.page, self.name = page, name
 
     def run_all(self):
+        """Run all cells; JupyterLab's own promise ends at the first error, meant or not, so wait for the last cell."""
         self.page.evaluate("() => jupyterapp.commands.execute('notebook:run-all-cells')")
+        self.page.wait_for_function(ALL_RAN, polling=200)
 
     def run(self, index):
         self.page.evaluate(RUN_ONE, index)
@@ -60,6 +62,10 @@ class Notebook:
         """Index of the first code cell with ``text`` in its source."""
         return next(i for i, cell in enumerate(self.cells())
                     if cell["cell_type"] == "code" and text in "".join(cell["source"]))
+
+    def exactly(self, source):
+        """Index of the cell with just this source."""
+        return next(i for i, cell in enumerate(self.cells()) if "".join(cell["source"]).strip() == source)
 
     def text(self, index):
         """All text of one cell's outputs."""
@@ -77,7 +83,8 @@ class Notebook:
         """Keep a screenshot at full length where DTLAB_SCREENSHOTS names a folder."""
         folder = os.environ.get("DTLAB_SCREENSHOTS")
         if folder:
-            self.page.set_viewport_size({"width": 1280, "height": int(self.page.evaluate(LENGTH)) + 200})
+            self.page.set_viewport_size({"width": 1280, "height": int(self.page.evaluate(LENGTH)) + 120})
+            self.page.evaluate("() => document.querySelector('.jp-WindowedPanel-outer').scrollTo(0, 0)")
             self.page.wait_for_timeout(500)
             self.page.screenshot(path=str(Path(folder) / f"{name}.png"))
             self.page.set_viewport_size({"width": 1280, "height": 900})
@@ -94,8 +101,10 @@ def course(tmp_path_factory):
 @pytest.fixture(scope="module")
 def server(course, tmp_path_factory):
     """JupyterLab with the settings that ``dtlab lab`` gives it; one SIGTERM stops it and its kernels."""
+    settings = lab_command.settings(tmp_path_factory.mktemp("lab"))
+    _paint_all_cells(Path(settings["JUPYTERLAB_SETTINGS_DIR"]))
     token, port = secrets.token_hex(16), _free_port()
-    env = {**os.environ, **lab_command.settings(tmp_path_factory.mktemp("lab"))}
+    env = {**os.environ, **settings}
     env = {name: value for name, value in env.items() if name not in ("PYTEST_CURRENT_TEST", "DTLAB_HEADLESS")}
     env["PYTHONPATH"] = os.pathsep.join(filter(None, [str(COURSE), env.get("PYTHONPATH")]))
     command = [sys.executable, "-m", "jupyterlab", "--no-browser", "--expose-app-in-browser", "--log-level=ERROR",
@@ -143,6 +152,13 @@ def open_notebook(browser, server, course):
             return Notebook(page, name)
 
         yield opened
+
+
+def _paint_all_cells(folder):
+    """JupyterLab paints only the cells in sight; here all, so that tests and pictures see each."""
+    path = folder / "@jupyterlab" / "notebook-extension" / "tracker.jupyterlab-settings"
+    path.parent.mkdir(parents=True)
+    path.write_text('{"windowingMode": "none"}', encoding="utf-8")
 
 
 def _write(path, cells):

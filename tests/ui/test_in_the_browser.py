@@ -48,3 +48,24 @@ def press_until(page, key, reached, limit=30):
         if page.evaluate(reached):
             return True
     return False
+
+
+def test_a_reader_goes_through_lesson_00(open_notebook):
+    notebook = open_notebook("00_ranks")
+    notebook.run_all()
+    cells = notebook.cells()
+    for cell in (cell for cell in cells if cell["cell_type"] == "code"):
+        failed = any(output["output_type"] == "error" for output in cell["outputs"])
+        assert failed == ("raises-exception" in cell["metadata"].get("tags", [])), "".join(cell["source"])
+    assert "ranks 0-3: tensor([10.])" in notebook.on_screen(notebook.find("dist.all_reduce(t)\nt"))
+    assert "x lives on the ranks: ranks.pull('x')" in notebook.on_screen(notebook.exactly("x"))
+    question, answer = notebook.find("dtlab.predict(\"00.1\""), notebook.find("dtlab.reveal(\"00.1\"")
+    assert "no answer yet" in notebook.text(answer)
+    notebook.page.locator(".jp-Cell").nth(question).focus()
+    assert press_until(notebook.page, "Tab", "() => document.activeElement.type === 'radio'")
+    notebook.page.keyboard.press("Space")
+    notebook.run(notebook.find("launch(WORLD_SIZE)"))  # the lesson shut its ranks down at its end
+    notebook.run(notebook.find("dist.all_reduce(t)\nt"))
+    notebook.run(answer)
+    assert "You said: 4. Measured: 10.\nThat is what it held before." in notebook.on_screen(answer)
+    notebook.picture("00_ranks")
