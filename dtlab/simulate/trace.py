@@ -45,5 +45,6 @@ def _named(what, rank, tid, name):
 
 
 def _stretch(name, category, rank, tid, timed, details):
-    return {"ph": "X", "name": name, "cat": category, "pid": rank, "tid": tid, "ts": timed.start_s * 1e6,
-            "dur": (timed.end_s - timed.start_s) * 1e6, "args": details}
+    start, end = (round(time_s * 1e6, 3) for time_s in (timed.start_s, timed.end_s))  # whole ns: threads still nest
+    return {"ph": "X", "name": name, "cat": category, "pid": rank, "tid": tid, "ts": start,
+            "dur": round(end - start, 3), "args": details}

@@ -1,7 +1,7 @@
 """What one rank sends in a collective, in bytes, modelled on the ring."""
 from dtlab.errors import ConfigError
 
-_ENDINGS = ("_coalesced", "_object_list", "_object", "_into_tensor", "_tensor", "_single")
+_ENDINGS = ("_coalesced", "_object_list", "_object", "_into_tensor", "_tensor", "_single", "_base")
 OPS = ("all_reduce", "all_gather", "reduce_scatter", "broadcast", "reduce", "gather", "scatter", "all_to_all",
        "barrier")
 
@@ -13,6 +13,7 @@ def base_op(op):
         >>> [base_op(op) for op in ("all_gather_into_tensor_coalesced", "reduce_scatter_tensor", "isend")]
         ['all_gather', 'reduce_scatter', 'send']
     """
+    op = op.lstrip("_")
     for ending in _ENDINGS:
         op = op.removesuffix(ending)
     return {"isend": "send", "irecv": "recv", "alltoall": "all_to_all", "allreduce": "all_reduce"}.get(op, op)
