@@ -6,8 +6,8 @@ from zlib import crc32
 from dtlab.plots.svg import COLOURS, document, label, line
 from dtlab.simulate.timeline import rows
 
-_WIDTH, _LEFT, _RIGHT = 650, 112, 12
-_COMPUTE, _CHANNEL, _GAP, _MOST_ROWS = 30, 17, 8, 4  # heights of lanes, space between ranks
+_WIDTH, _RIGHT = 650, 12
+_COMPUTE, _CHANNEL, _GAP, _MOST_ROWS = 30, 18, 8, 4  # heights of lanes, space between ranks
 _COLUMN = 0.5  # units; the finest thing drawn
 _LOOKS = {  # kind -> letter, colour, words of the legend
     "forward": ("F", COLOURS["forward"], "forward"),
@@ -44,7 +44,8 @@ def timeline(source, *, ranks=None, communication=True):
     for box in boxes:
         lanes[box.lane].append(box)
     start_s = timeline.start_s
-    scale = (_WIDTH - _LEFT - _RIGHT) / (timeline.step_time_s or 1)
+    left = 112 if any(lane.channel for lane in lanes) else 66
+    scale = (_WIDTH - left - _RIGHT) / (timeline.step_time_s or 1)
     hatch = f"idle-{crc32(repr(boxes).encode()):08x}"  # its own name in a page of many pictures
     parts, y = _legend({box.kind for box in boxes}, hatch)
     rank = None
@@ -53,14 +54,14 @@ def timeline(source, *, ranks=None, communication=True):
         rank, height = lane.rank, _CHANNEL if lane.channel else _COMPUTE
         packed = rows(its) if lane.channel else [its]
         packed = packed[: _MOST_ROWS - 1] + [sum(packed[_MOST_ROWS - 1:], [])] * (len(packed) >= _MOST_ROWS)
-        name = str(lane) if len(str(lane)) <= 17 else str(lane)[:15] + ".."
-        parts.append(label(_LEFT - 6, y + height / 2 + 5, name, anchor="end", size=11 if lane.channel else 15,
+        name = str(lane) if len(str(lane)) <= 16 else str(lane)[:14] + ".."
+        parts.append(label(left - 6, y + height / 2 + 5, name, anchor="end", size=12 if lane.channel else 15,
                            weight="normal" if lane.channel else "bold"))
         for row in packed:
             for x, end, *joined in _drawn(row, start_s, scale):
-                parts.append(_box(_LEFT + x, y, end - x, height - 3, joined, hatch))
+                parts.append(_box(left + x, y, end - x, height - 3, joined, hatch))
             y += height
-    parts += _axis(y, timeline.step_time_s, scale)
+    parts += _axis(left, y, timeline.step_time_s, scale)
     title = f"Timeline of {len({lane.rank for lane in lanes})} ranks, {_time(timeline.step_time_s)}"
     return document([_pattern(hatch), *parts], width=_WIDTH, height=y + 44, title=title, text=repr(timeline))
 
@@ -94,14 +95,19 @@ def _box(x, y, width, height, boxes, hatch):
         return shape + "/>"
     story = escape(f"{box.lane}: {box.label}, {_time(last.end_s - box.start_s)}")
     shape += f' stroke="{COLOURS["outline"]}"><title>{story}</title></rect>'
-    size = 14 if height > 20 else 11
     if box.kind in ("communication", "compute"):
         texts = [f"{box.label} {box.text}".strip(), box.label, box.text or letter]
     else:
         texts = [letter + box.text, box.text or letter]
-    text = next((text for text in texts if text and len(text) * size * 0.62 + 3 <= width), None)
+    sizes = (14, 12) if height > 20 else (12,)  # 12 here is 18 px on a projector
+    text, size = next(((text, size) for text in texts for size in sizes if _long(text) * size + 1 <= width), ("", 12))
     where = f"{x + width / 2:.1f}", f"{y + height / 2 + size * 0.36:.1f}"
     return shape + label(*where, text, anchor="middle", size=size, weight="bold") if text else shape
+
+
+def _long(text):
+    """Width of bold text in units of its size: digits are narrow."""
+    return sum(0.56 if sign.isdigit() else 0.64 for sign in text)
 
 
 def _pattern(name):
@@ -135,15 +141,15 @@ def _time(time_s):
     return f"{time_s / size:.3g} {name}"
 
 
-def _axis(y, total_s, scale):
+def _axis(left, y, total_s, scale):
     """Ticks at 1, 2 or 5 times a power of ten."""
     name, size = _unit(total_s)
     total = total_s / size or 1
     power = 10 ** floor(log10(total / 4))
     step = power * max((factor for factor in (1, 2, 5) if factor * power <= total / 4), default=1)
-    yield line(_LEFT, y + 2, _WIDTH - _RIGHT, y + 2)
+    yield line(left, y + 2, _WIDTH - _RIGHT, y + 2)
     for number in range(int(total / step + 1e-9) + 1):
-        x = _LEFT + number * step * size * scale
+        x = left + number * step * size * scale
         yield line(round(x, 1), y + 2, round(x, 1), y + 7)
         yield label(round(x, 1), y + 20, f"{number * step:.4g}", anchor="middle", size=13)
-    yield label((_LEFT + _WIDTH - _RIGHT) / 2, y + 37, f"time [{name}]", anchor="middle", size=13)
+    yield label((left + _WIDTH - _RIGHT) / 2, y + 37, f"time [{name}]", anchor="middle", size=13)

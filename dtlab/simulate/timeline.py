@@ -19,8 +19,11 @@ class Lane(NamedTuple):
     channel: str = ""
 
     def __str__(self):
+        if "#" not in self.channel:
+            return self.channel or f"rank {self.rank}"
         ranks, _, rest = self.channel.partition("#")
-        return " ".join([ranks, rest.partition(":")[2]]).strip() if self.channel else f"rank {self.rank}"
+        ordinal, _, name = rest.partition(":")
+        return f"{ranks} {name if name not in ('', 'undefined') else '#' + ordinal}"
 
 
 @dataclass(slots=True)
@@ -169,7 +172,7 @@ def _communication(rank, events):
     """Boxes of the communication lanes, each from a call to the end of its wait."""
     boxes, under_way = [], {}
     for event in events:
-        key = (_channel(event), event.tag, event.seq)
+        key = (_channel(event), event.op, event.tag, event.seq)
         if event.kind == "issue":
             box = Box(Lane(rank, key[0] or "group"), event.op, event.start_s, event.end_s, "communication",
                       str(event.phase.get("micro_batch", "")))

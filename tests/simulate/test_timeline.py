@@ -40,6 +40,14 @@ def test_one_compute_lane_a_rank_then_one_per_group_and_way():
                                                       "from rank 1", "to rank 1", "rank 1"]
 
 
+@pytest.mark.parametrize("channel, text", [
+    ("0-3#0:default_pg", "0-3 default_pg"), ("0-3#7:undefined", "0-3 #7"), ("0-1016:8#12:dp", "0-1016:8 dp"),
+    ("0,3,4#2:", "0,3,4 #2"), ("to rank 1", "to rank 1"), ("g", "g"), ("", "rank 5"),
+])
+def test_a_lane_is_named_by_its_ranks_and_its_groups_label(channel, text):
+    assert str(Lane(5, channel)) == text
+
+
 def test_a_send_and_a_receive_with_the_same_number_end_with_their_own_wait():
     timeline = lanes_of(Event("issue", "isend", 0, 0, peer=1, seq=0), Event("issue", "irecv", 1, 1, peer=1, seq=0),
                         Event("wait", "irecv", 1, 3, peer=1, seq=0), Event("wait", "isend", 3, 4, peer=1, seq=0))
