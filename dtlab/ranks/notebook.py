@@ -7,7 +7,7 @@ import threading
 from dtlab.errors import ConfigError
 from dtlab.ranks.relay import notebook_shell
 
-_USAGE = "%%ranks [RANKS] [--timeout SECONDS], for example %%ranks 0,2 --timeout 30"
+_USAGE = "%%ranks [RANKS] [--timeout SECONDS] [--record NAME], for example %%ranks 0,2 --timeout 30"
 
 
 def setup(shell):
@@ -22,39 +22,43 @@ def setup(shell):
 
 
 def _ranks_magic(line, cell):
-    """Run the cell on ranks: %%ranks, %%ranks 1, %%ranks 0,2 --timeout 30."""
+    """Run the cell on ranks: %%ranks, %%ranks 1, %%ranks 0,2 --timeout 30, %%ranks --record name."""
     from dtlab.ranks.pool import current_ranks
 
     pool = current_ranks()
     if pool is None:
         raise ConfigError("there are no ranks yet: run a cell with ranks = dtlab.launch(4) first")
-    chosen, timeout = parse_line(line)
-    number = sys.modules["IPython"].get_ipython().execution_count
-    pool.run_cell(cell, f"cell [{number}]", chosen, timeout)
+    chosen, timeout, record = parse_line(line)
+    shell = sys.modules["IPython"].get_ipython()
+    recording = pool.run_cell(cell, f"cell [{shell.execution_count}]", chosen, timeout, record=bool(record))
+    if record:
+        shell.user_ns[record] = recording
 
 
 def parse_line(line):
-    """``(ranks or None, timeout or ...)`` of a magic's line.
+    """``(ranks or None, timeout or ..., name of the recording or None)`` of a magic's line.
 
     Example:
-        >>> parse_line("0,2-3 --timeout 3")
-        ([0, 2, 3], 3.0)
+        >>> parse_line("0,2-3 --timeout 3 --record step")
+        ([0, 2, 3], 3.0, 'step')
     """
-    ranks, timeout = None, ...
+    ranks, timeout, record = None, ..., None
     words = iter(shlex.split(line))
     for word in words:
         try:
-            if word == "--timeout":
-                timeout = float(next(words))
-            elif word.startswith("--timeout="):
-                timeout = float(word.partition("=")[2])
+            option, given, value = word.partition("=")
+            if option in ("--timeout", "--record"):
+                value = value if given else next(words)
+                if option == "--record" and not value.isidentifier():
+                    raise ValueError
+                timeout, record = (float(value), record) if option == "--timeout" else (timeout, value)
             elif ranks is None and not word.startswith("-"):
                 ranks = _parse_ranks(word)
             else:
                 raise ValueError
         except (ValueError, StopIteration):
             raise ConfigError(f"{word!r} is not understood: {_USAGE}") from None
-    return ranks, timeout
+    return ranks, timeout, record
 
 
 def _parse_ranks(word):

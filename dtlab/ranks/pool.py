@@ -11,6 +11,7 @@ from dtlab.ranks import interrupts, notebook, parcels, report, wire
 from dtlab.ranks.board import Board, rank_list
 from dtlab.ranks.nursery import nursery
 from dtlab.ranks.run import CellRun
+from dtlab.record.results import join
 
 DEFAULT_TIMEOUT_S = 20
 REGROUP_WITHIN_S = 30
@@ -248,15 +249,26 @@ class Ranks:
             RankError: a rank failed; HangError: ranks waited for a call that never came.
             ConfigError: an argument, or a name that the function uses, cannot travel.
         """
-        if not callable(fn):
-            raise ConfigError(f"run takes a function, not {type(fn).__name__}: ranks.run(fn, *args)")
-        parcel = parcels.pack((fn, args, kwargs))
-        message = ("call", self._context(), parcel, notebook.cell_sources(parcel.filenames))
-        return self._cell(message, ranks, timeout, parcel=parcel)
+        return self._call(fn, args, kwargs, ranks, timeout, self._context())
 
-    def run_cell(self, code, label, ranks=None, timeout=...):
-        """Run the text of a cell on ranks; what the ``%%ranks`` magic does."""
-        self._cell(("cell", self._context(), code, label), ranks, timeout)
+    def record(self, fn, *args, ranks=None, timeout=..., tokens=None, model_flops=None, **kwargs):
+        """Call ``fn`` as ``run`` does, and record what the ranks do.
+
+        Args:
+            tokens: tokens that the function processes on all ranks together; for tokens/s.
+            model_flops: FLOPs that the model needs for them, by formula; for MFU.
+
+        Returns:
+            Recording: ``results`` is what ``run`` returns; ``communication()``, ``memory()``, ``flops()``,
+            ``timeline()``, ``save(path)``. What a recording cannot see stands in ``dtlab.record``.
+        """
+        answers = self._call(fn, args, kwargs, ranks, timeout, self._context(record=True))
+        return join(answers, self._chosen(ranks), self.size, tokens=tokens, model_flops=model_flops)
+
+    def run_cell(self, code, label, ranks=None, timeout=..., record=False):
+        """Run the text of a cell on ranks, what the ``%%ranks`` magic does; a Recording if it is to be recorded."""
+        answers = self._cell(("cell", self._context(record=record), code, label), ranks, timeout)
+        return join(answers, self._chosen(ranks), self.size) if record else None
 
     def push(self, **values):
         """Set variables on every rank; each rank gets its own copy."""
@@ -313,6 +325,13 @@ class Ranks:
             raise ConfigError(f"ranks={ranks!r}: there are {rank_list(range(self.size))}")
         return chosen
 
+    def _call(self, fn, args, kwargs, ranks, timeout, context):
+        if not callable(fn):
+            raise ConfigError(f"a function is needed, not {type(fn).__name__}: ranks.run(fn, *args)")
+        parcel = parcels.pack((fn, args, kwargs))
+        message = ("call", context, parcel, notebook.cell_sources(parcel.filenames))
+        return self._cell(message, ranks, timeout, parcel=parcel)
+
     def _cell(self, message, ranks, timeout, parcel=None):
         kind, *rest = message
         with self._exclusively(parcel) as held:
@@ -348,8 +367,8 @@ class Ranks:
             if parcel:
                 parcel.close()
 
-    def _context(self):
-        return {"path": list(sys.path), "cwd": os.getcwd()}
+    def _context(self, record=False):
+        return {"path": list(sys.path), "cwd": os.getcwd(), "record": record}
 
     def _close(self):
         self.alive = False

@@ -115,7 +115,8 @@ class Worker:
     def on_cell(self, number, present, context, code, label, fds):
         """Run the text of a cell."""
         show = lambda value: cells.show_value(value, self.send_output)  # noqa: E731
-        self._run(number, present, context, lambda: cells.run_code(code, label, self.namespace, show))
+        run = lambda: cells.run_code(code, label, self.namespace, show)  # noqa: E731
+        self._run(number, present, context, lambda: self._maybe_record(context, run, self.namespace.used_in(code)))
 
     def on_call(self, number, present, context, parcel, files, fds):
         """Call a function that came from the notebook; its value goes back."""
@@ -125,9 +126,17 @@ class Worker:
                 cells.remember_source(filename, label, source)
             parcel.fd = fds[0] if fds else None
             (function, args, kwargs), all_globals = parcels.unpack(parcel)
-            return cells.run_function(function, args, kwargs, all_globals, self.namespace)
+            run = lambda: cells.run_function(function, args, kwargs, all_globals, self.namespace)  # noqa: E731
+            return self._maybe_record(context, run, (function, args, kwargs))
 
         self._run(number, present, context, call)
+
+    def _maybe_record(self, context, run, roots):
+        if not context["record"]:
+            return run()
+        from dtlab.record.recorder import record
+
+        return record(run, roots)
 
     def on_push(self, number, parcel, fds):
         """Put values into the namespace."""

@@ -156,6 +156,7 @@ def preload():
     import torch.nn.parallel  # noqa: F401
 
     from dtlab.ranks import calls, worker  # noqa: F401
+    from dtlab.record import recorder  # noqa: F401
 
     calls.install()
     gc.freeze()

@@ -1,0 +1,301 @@
+"""The recorder: one dispatch mode below every API turns what a rank does into events.
+
+``aten`` operators come from the mode, communication from ``dtlab.ranks.calls`` (see ``communication``), storages from
+``memory``. The mode is on only while a recording runs.
+"""
+import contextlib
+import sys
+import time
+
+import torch
+from torch._subclasses.fake_tensor import FakeTensor
+from torch.utils._python_dispatch import TorchDispatchMode
+
+from dtlab.ranks import calls
+from dtlab.record import flops
+from dtlab.record.communication import Calls
+from dtlab.record.memory import Memory
+
+_CALLS = ("c10d", "_c10d_functional", "_c10d_functional_autograd", "_dtensor", "symm_mem", "prim", "profiler")
+_WRITE_ONLY = ("copy_", "zero_", "fill_", "normal_", "uniform_", "random_", "bernoulli_", "exponential_")
+_SPARSE_READS = ("embedding", "index", "index_select", "gather")  # read only what they return
+_NO_BYTES = ("empty", "empty_strided", "empty_like", "new_empty", "new_empty_strided", "resize_", "set_")
+_FORWARD, _BACKWARD, _OPTIMIZER = ({"name": name} for name in ("forward", "backward", "optimizer"))
+_in_backward = torch._C._current_graph_task_id
+_view, _call, _compute = "view", "call", "compute"
+
+current = None  # the Recorder while one records
+
+
+class _Operator:
+    """What derives from an operator alone."""
+
+    def __init__(self, func):
+        name = func._schema.name.split("::")[1]
+        self.name = str(func).rpartition(".")[0]
+        arguments = func._schema.arguments
+        self.written = frozenset(i for i, a in enumerate(arguments) if a.alias_info and a.alias_info.is_write)
+        self.written_names = frozenset(arguments[i].name for i in self.written)
+        self.flops = flops.formula(func)
+        self.write_only = name in _WRITE_ONLY or "out" in self.written_names
+        self.reads_what_it_returns = name in _SPARSE_READS
+        self.has_bytes = name not in _NO_BYTES
+        is_view = (func.is_view or name == "_unsafe_view") and not self.written
+        self.kind = _call if func.namespace in _CALLS else _view if is_view else _compute
+
+
+class Recorder(TorchDispatchMode):
+    """Records one rank: ``with Recorder(...) as r: ...``, then ``r.finish()``.
+
+    Args:
+        roots: what the recorded function holds: its parameters, gradients and states count from the start.
+        fake_mode: the FakeTensorMode of a dry recording; times are 0 then.
+    """
+
+    @classmethod
+    def _should_skip_dynamo(cls):
+        return False  # the wrapper costs more than the recorder, and under a mode nothing is compiled
+
+    def __init__(self, roots=(), fake_mode=None):
+        super().__init__()
+        self.rows, self.roots, self.fake_mode = [], roots, fake_mode
+        self.memory = Memory(self.rows, self.now, fake_mode)
+        self.calls = Calls(self)
+        self.phase = {}  # what dtlab.phase said
+        self.last_end = 0.0  # when the last operator ended
+        self._operators = {}  # OpOverload -> _Operator
+        self._wrappers = {}  # type -> whether it stands for other tensors (DTensor, AsyncCollectiveTensor)
+        self._labels = {}  # code -> how its file is called, "" if it is not the user's
+        self._quiet = False
+        self._began = None
+
+    # begin and end
+
+    def __enter__(self):
+        global current
+        current = self
+        self._saved = torch.autograd.graph.saved_tensors_hooks(self._pack, self._unpack)
+        self._began = time.perf_counter()
+        self.memory.look_around(self.roots)
+        self.roots = ()
+        self.memory.start()
+        self._saved.__enter__()
+        calls.observer = self.calls
+        self.last_end = self._began = time.perf_counter()
+        return super().__enter__()
+
+    def __exit__(self, *error):
+        global current
+        super().__exit__(*error)
+        calls.observer = current = None
+        self._saved.__exit__(*error)
+        self.memory.stop()
+
+    def finish(self):
+        """The events as tuples, in the order of ``Event``'s fields."""
+        rows = [*self.memory.before, *self.rows]
+        rows = [r if r[15] == "" else (*r[:15], r[15].category if r[0] == "alloc" else "", *r[16:]) for r in rows]
+        self.rows.clear()
+        self.memory.before.clear()
+        return rows
+
+    # events
+
+    def now(self):
+        """Seconds since the recording began; 0 in a dry one."""
+        return 0.0 if self.fake_mode is not None else time.perf_counter() - self._began
+
+    def add(self, kind, op, started, *, bytes=0, wire_bytes=0.0, call=("", "", -1, -1, 0), reads=(), writes=()):
+        """Append an event of communication that began at ``started`` (perf_counter) and ends now."""
+        _, group, seq, peer, tag = call
+        end = self.now()
+        start = min(end, max(0.0, started - self._began)) if self.fake_mode is None else 0.0
+        self.rows.append((kind, op, start, end, 0.0, 0, bytes, wire_bytes, group, seq, peer, tag, reads, writes, -1, "",
+                          self._where(sys._getframe(1)), self._phase(False)))  # fmt: skip
+
+    def _phase(self, differentiable):
+        if self.phase:
+            return self.phase
+        if _in_backward() != -1:
+            return _BACKWARD
+        if self.memory.in_optimizer:
+            return _OPTIMIZER
+        return _FORWARD if differentiable else {}
+
+    def _where(self, frame):
+        labels = self._labels
+        while frame is not None:
+            label = labels.get(frame.f_code)
+            if label is None:
+                filename = frame.f_code.co_filename
+                skipped = any(part in filename for part in calls._SKIPPED_FILES)
+                label = labels[frame.f_code] = "" if skipped else calls.label_of(filename)
+            if label:
+                return f"{label}, line {frame.f_lineno}"
+            frame = frame.f_back
+        return "torch"
+
+    # autograd
+
+    def _pack(self, tensor):
+        """Autograd saves a tensor. Its version is kept: with hooks, torch no longer finds in-place changes."""
+        self.memory.label(tensor, "activations")
+        if tensor.is_leaf:
+            return tensor, tensor, tensor._version
+        quiet, self._quiet = self._quiet, True
+        try:
+            return tensor.detach(), None, tensor._version  # the tensor itself would hold the graph that holds it
+        finally:
+            self._quiet = quiet
+
+    @staticmethod
+    def _unpack(packed):
+        tensor, _, version = packed
+        if tensor._version != version:
+            raise RuntimeError(
+                "one of the variables needed for gradient computation has been modified by an inplace operation: "
+                f"{tuple(tensor.shape)} is at version {tensor._version}; expected version {version} instead"
+            )
+        return tensor
+
+    # operators
+
+    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+        if types and self._stand_for_others(types):
+            self._meet_parameters(args)
+            return NotImplemented  # so that the local operators are seen
+        operator = self._operators.get(func)
+        if operator is None:
+            operator = self._operators[func] = _Operator(func)
+        if operator.kind is _compute and not self._quiet:
+            return self._compute(func, operator, args, kwargs or {})
+        out = func(*args, **kwargs) if kwargs else func(*args)
+        if not self._quiet:
+            if operator.kind is _view:
+                self._meet_parameters(args[:1])
+            else:
+                for tensor in _tensors(out if isinstance(out, (list, tuple)) else (out,)):
+                    self.memory.of(tensor)
+        return out
+
+    def _stand_for_others(self, types):
+        for kind in types:
+            wraps = self._wrappers.get(kind)
+            if wraps is None:
+                wraps = self._wrappers[kind] = hasattr(kind, "__tensor_flatten__") and not issubclass(kind, FakeTensor)
+            if wraps:
+                return True
+        return False
+
+    def _meet_parameters(self, tensors):
+        for tensor in tensors:
+            if isinstance(tensor, torch.nn.Parameter) and not self.memory.is_parameter(tensor):
+                self.memory.meet_parameter(tensor)
+
+    def _compute(self, func, operator, args, kwargs):
+        memory, written = self.memory, operator.written
+        reads, writes, sizes, changed, differentiable = [], [], 0, [], False
+        places = [(a, i in written) for i, a in enumerate(args)]
+        if kwargs:
+            places += [(a, name in operator.written_names) for name, a in kwargs.items()]
+        for arg, is_written in places:
+            for tensor in (arg,) if isinstance(arg, torch.Tensor) else arg if type(arg) in (list, tuple) else ():
+                if not isinstance(tensor, torch.Tensor):
+                    continue
+                storage = memory.of(tensor)
+                if storage is None:
+                    continue
+                if isinstance(tensor, torch.nn.Parameter) and not memory.is_parameter(tensor):
+                    memory.meet_parameter(tensor)
+                if self.calls.in_flight and storage.id in self.calls.in_flight:
+                    self.calls.touched(storage, tensor)
+                size = min(tensor.nbytes, storage.size)
+                if is_written:
+                    writes.append(storage.id)
+                    changed.append(tensor)
+                    sizes += size
+                if not is_written or not operator.write_only:
+                    reads.append(storage.id)
+                    sizes += size
+                    differentiable = differentiable or (not is_written and tensor.requires_grad)
+        began, cpu = time.perf_counter(), time.thread_time()
+        out = func(*args, **kwargs)
+        cpu, ended = time.thread_time() - cpu, time.perf_counter()
+        made = 0
+        for tensor in _tensors(out if isinstance(out, (list, tuple)) else (out,)):
+            storage = memory.of(tensor)
+            if storage is not None and storage.id not in writes:
+                writes.append(storage.id)
+                made += min(tensor.nbytes, storage.size)
+                if differentiable and _in_backward() != -1 and torch.is_grad_enabled():
+                    memory.label(tensor, "activations")  # a checkpoint computes again
+        for tensor in changed:
+            memory.resized(tensor.untyped_storage())
+        self.last_end = ended
+        if reads or writes:
+            sizes = 0 if not operator.has_bytes else 2 * made if operator.reads_what_it_returns else sizes + made
+            count = operator.flops(args, kwargs, out) if operator.flops else 0
+            start, end = (began - self._began, ended - self._began) if self.fake_mode is None else (0.0, 0.0)
+            self.rows.append(("compute", operator.name, start, end, cpu if end else 0.0, count, sizes, 0.0, "", -1, -1,
+                              0, tuple(reads), tuple(writes), -1, "", self._where(sys._getframe(2)),
+                              self._phase(differentiable)))  # fmt: skip
+        return out
+
+
+def record(run, roots, fake_mode=None):
+    """Call ``run()`` under a Recorder: ``(its value, the events as tuples, group id -> global ranks)``."""
+    with Recorder(roots, fake_mode) as recorder:
+        value = run()
+    return value, recorder.finish(), {group.id: group.ranks for group in recorder.calls.groups.values()}
+
+
+def _tensors(values):
+    """The tensors among the results of an operator; lists of tensors are opened."""
+    for value in values:
+        if isinstance(value, torch.Tensor):
+            yield value
+        elif isinstance(value, (list, tuple)):
+            yield from _tensors(value)
+
+
+@contextlib.contextmanager
+def phase(name, **labels):
+    """Name what happens inside: ``with dtlab.phase("forward", stage=1, micro_batch=3): ...``.
+
+    The timeline shows the name, and micro-batch and stage numbers in its boxes. Inside another phase the labels add up.
+    Without one, operators are "forward" where a differentiable tensor is used, "backward" inside autograd,
+    "optimizer" inside ``step()``. Does nothing while nothing is recorded.
+    """
+    recorder = current
+    if recorder is None:
+        yield
+        return
+    outer, started = recorder.phase, time.perf_counter()
+    recorder.phase = {**outer, **labels, "name": name}
+    try:
+        yield
+    finally:
+        recorder.add("phase", name, started)
+        recorder.phase = outer
+
+
+def tag(tensor, category):
+    """Say what the storage of a tensor is, where the recorder cannot know: a flat buffer, a hand-made optimizer's state.
+
+    Args:
+        category: ``"params"``, ``"grads"``, ``"optimizer_states"``, ``"activations"`` or ``"other"``.
+
+    Returns:
+        The tensor. Does nothing while nothing is recorded.
+
+    Raises:
+        ConfigError: another category.
+    """
+    from dtlab.errors import ConfigError
+    from dtlab.simulate.events import CATEGORIES
+
+    if category not in CATEGORIES:
+        raise ConfigError(f"category={category!r}: choose one of {', '.join(CATEGORIES)}")
+    if current is not None:
+        current.memory.label(tensor, category, fixed=True)
+    return tensor
