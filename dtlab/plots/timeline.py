@@ -38,12 +38,11 @@ def timeline(source, *, ranks=None, communication=True):
         ConfigError: a dry recording: it has no times.
     """
     timeline = source.timeline() if hasattr(source, "events") else source
-    lanes = {lane: [] for lane in timeline.lanes
-             if (ranks is None or lane.rank in ranks) and (communication or not lane.channel)}
-    boxes = [box for box in timeline.boxes if box.lane in lanes]
+    boxes = [box for box in timeline.boxes
+             if (ranks is None or box.lane.rank in ranks) and (communication or not box.lane.channel)]
+    lanes = {}
     for box in boxes:
-        lanes[box.lane].append(box)
-    start_s = timeline.start_s
+        lanes.setdefault(box.lane, []).append(box)
     left = 112 if any(lane.channel for lane in lanes) else 66
     scale = (_WIDTH - left - _RIGHT) / (timeline.step_time_s or 1)
     hatch = f"idle-{crc32(repr(boxes).encode()):08x}"  # its own name in a page of many pictures
@@ -52,18 +51,27 @@ def timeline(source, *, ranks=None, communication=True):
     for lane, its in lanes.items():
         y += _GAP if rank not in (None, lane.rank) else 0
         rank, height = lane.rank, _CHANNEL if lane.channel else _COMPUTE
-        packed = rows(its) if lane.channel else [its]
-        packed = packed[: _MOST_ROWS - 1] + [sum(packed[_MOST_ROWS - 1:], [])] * (len(packed) >= _MOST_ROWS)
-        name = str(lane) if len(str(lane)) <= 16 else str(lane)[:14] + ".."
-        parts.append(label(left - 6, y + height / 2 + 5, name, anchor="end", size=12 if lane.channel else 15,
-                           weight="normal" if lane.channel else "bold"))
-        for row in packed:
-            for x, end, *joined in _drawn(row, start_s, scale):
-                parts.append(_box(left + x, y, end - x, height - 3, joined, hatch))
+        parts.append(_name(lane, left - 6, y + height / 2 + 5))
+        for row in _rows(lane, its):
+            parts += [_box(left + x, y, end - x, height - 3, joined, hatch)
+                      for x, end, *joined in _drawn(row, timeline.start_s, scale)]
             y += height
     parts += _axis(left, y, timeline.step_time_s, scale)
     title = f"Timeline of {len({lane.rank for lane in lanes})} ranks, {_time(timeline.step_time_s)}"
     return document([_pattern(hatch), *parts], width=_WIDTH, height=y + 44, title=title, text=repr(timeline))
+
+
+def _name(lane, x, y):
+    """A lane's name, at the left of it."""
+    name = str(lane) if len(str(lane)) <= 16 else str(lane)[:14] + ".."
+    look = {"size": 12} if lane.channel else {"size": 15, "weight": "bold"}
+    return label(x, y, name, anchor="end", **look)
+
+
+def _rows(lane, boxes):
+    """The boxes by row; a compute lane has one, a channel one per call under way at once; what is too much shares."""
+    packed = rows(boxes) if lane.channel else [boxes]
+    return packed if len(packed) <= _MOST_ROWS else [*packed[:_MOST_ROWS - 1], sum(packed[_MOST_ROWS - 1:], [])]
 
 
 def _drawn(boxes, start_s, scale):

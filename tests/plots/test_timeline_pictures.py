@@ -41,7 +41,7 @@ def test_micro_batch_numbers_with_their_letter_stand_in_the_boxes():
 
 
 def test_a_box_too_narrow_for_letter_and_number_keeps_the_number():
-    _, root = drawn(one_f_one_b(4, 8))
+    _, root = drawn(one_f_one_b(4, 12))
     inside = texts(root)
     assert {"B7", "7"} <= set(inside) and "F7" not in inside
 
