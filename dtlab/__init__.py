@@ -9,6 +9,7 @@ __version__ = "0.1.0"
 _WHERE = {  # public name -> module that defines it
     "launch": "dtlab.ranks",
     "current_ranks": "dtlab.ranks",
+    "same_call": "dtlab.ranks.guard_order",
     "progress": "dtlab.ranks.progress",
     "record_dry": "dtlab.record",
     "phase": "dtlab.record",
@@ -20,6 +21,7 @@ _WHERE = {  # public name -> module that defines it
     "doctor": "dtlab.examine",
     "ConfigError": "dtlab.errors",
     "RankError": "dtlab.errors",
+    "GuardError": "dtlab.errors",
     "HangError": "dtlab.errors",
 }
 _MODULES = ("models", "data", "plots")

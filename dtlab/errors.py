@@ -27,6 +27,13 @@ class RankError(DtlabError, RuntimeError):
         self.rank, self.cause, self.stopped = rank, cause, tuple(stopped)
 
 
+class GuardError(RankError):
+    """The guard saw a mistake and stopped all ranks; the message has the calls side by side with their lines.
+
+    ``rank`` is the rank that saw it, ``cause`` is ``"guard"``.
+    """
+
+
 class RanksInterrupted(KeyboardInterrupt):
     """The reader interrupted a cell on the ranks; the message says what is left of their variables."""
 

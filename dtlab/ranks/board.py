@@ -20,17 +20,22 @@ COLLECTIVE, SEND, RECV, RECV_ANY = range(4)  # kind of a call
 ANY = -1  # the peer of a receive from any source
 
 _STATE = struct.Struct("<QQQQ")  # state, calls published, call it waits in + 1 (0: none), cell number
-_RECORD = struct.Struct("<QQIiiB3xIIII")  # index, channel, seq, peer, tag, kind, texts of: op, where, what, group
+_RECORD = struct.Struct("<QQIiiB3xIIIIII")  # index, channel, seq, peer, tag, kind, texts of: op, ... label
 _RECORD_BYTES = 64  # the record and, in the last four bytes, its checksum
 NUM_RECORDS = 1 << 14
-HEAP_BYTES = 1 << 18
+HEAP_BYTES = 1 << 20
 POISON_BYTES = 1 << 16
+RECENT = 1 << 10  # calls of a channel that can still be looked up by their number
+_VERDICT_AT, _VERDICT_BYTES = 64, 4000  # text of a verdict, in the part of the rank that gave it
 _PART_BYTES = 4096 + NUM_RECORDS * _RECORD_BYTES + HEAP_BYTES
 
 
 @dataclass(frozen=True)
 class Call:
-    """One published call. ``members`` are the global ranks it needs, ``peer`` the other rank of a send or receive."""
+    """One published call. ``members`` are the global ranks it needs, ``peer`` the other rank of a send or receive.
+
+    ``facts`` and ``label`` are the guard's; see guard.py and guard_order.py.
+    """
 
     index: int
     channel: int
@@ -42,6 +47,8 @@ class Call:
     where: str
     what: str
     members: tuple[int, ...]
+    facts: str = ""
+    label: str = ""
 
     def __str__(self):
         name = self.op
@@ -104,6 +111,8 @@ class Board:
         return self.memory[0] != 0
 
     def poison_text(self):
+        if self.memory[0] == 2:
+            return self.given_verdict()[0]
         (size,) = struct.unpack_from("<I", self.memory, 4)
         return self.memory[8 : 8 + size].decode(errors="replace")
 
@@ -117,13 +126,31 @@ class Board:
     def clear_poison(self):
         self.memory[0] = 0
 
+    def verdict(self, text, is_hanging):
+        """A rank has seen a mistake: end every wait. ``is_hanging``: calls are left that will not complete."""
+        data = text.encode()[:_VERDICT_BYTES]
+        at = self._base(self.rank) + _VERDICT_AT
+        self.memory[at + 4 : at + 4 + len(data)] = data
+        struct.pack_into("<I", self.memory, at, len(data))
+        struct.pack_into("<HB", self.memory, 2, self.rank, int(is_hanging))
+        self.memory[0] = 2
+
+    def given_verdict(self):
+        """``(text, is_hanging, rank)`` of the mistake that a rank has seen; None if none has."""
+        if self.memory[0] != 2:
+            return None
+        rank, is_hanging = struct.unpack_from("<HB", self.memory, 2)
+        at = self._base(rank) + _VERDICT_AT
+        (size,) = struct.unpack_from("<I", self.memory, at)
+        return self.memory[at + 4 : at + 4 + size].decode(errors="replace"), bool(is_hanging), rank
+
     # publishing
 
-    def publish(self, *, channel, seq, kind, peer, tag, op, where, what, members):
+    def publish(self, *, channel, seq, kind, peer, tag, op, where, what, members, facts="", label=""):
         """Append a call to this rank's log; its index."""
         base = self._base(self.rank)
         (index,) = struct.unpack_from("<Q", self.memory, base + 8)
-        texts = [self._text(t) for t in (op, where, what, ",".join(map(str, members)))]
+        texts = [self._text(t) for t in (op, where, what, ",".join(map(str, members)), facts, label)]
         record = _RECORD.pack(index, channel, seq, peer, tag, kind, *texts)
         place = base + 4096 + (index % NUM_RECORDS) * _RECORD_BYTES
         self.memory[place : place + len(record)] = record
@@ -162,6 +189,13 @@ class Board:
         for reader in self.readers:
             reader.pump()
 
+    def matching(self, rank, channel, seq, kind):
+        """Fields of a rank's call by its number on a channel; None if it is not published, or too long ago."""
+        reader = self.readers[rank]
+        reader.pump()
+        fields = reader.recent.get((channel, kind, seq % RECENT))
+        return fields if fields and fields[2] == seq else None
+
     def missing(self, rank, call):
         """Ranks whose matching call is not published yet, for a call of ``rank``."""
         if call.kind == COLLECTIVE:
@@ -192,6 +226,8 @@ class _Reader:
         self.last = {}  # (channel, kind) -> index of the last call
         self.sends_to = {}  # (destination, tag) -> sends
         self.receives_any = 0
+        self.recent = {}  # (channel, kind, seq % RECENT) -> fields of the call
+        self._read_texts = {0: "?"}  # place in the heap -> text
 
     def pump(self):
         head = struct.unpack_from("<Q", self.board.memory, self.board._base(self.rank) + 8)[0]
@@ -200,7 +236,8 @@ class _Reader:
             if fields is None:
                 self.lost = head - self.next > NUM_RECORDS
                 return
-            _, channel, _, peer, tag, kind, *_ = fields
+            _, channel, seq, peer, tag, kind, *_ = fields
+            self.recent[channel, kind, seq % RECENT] = fields
             self.counts[channel, kind] = self.counts.get((channel, kind), 0) + 1
             self.last[channel, kind] = self.next
             if kind == SEND:
@@ -222,17 +259,21 @@ class _Reader:
         if fields is None:
             return None
         _, channel, seq, peer, tag, kind, *texts = fields
-        op, where, what, members = (self._text(t) for t in texts)
+        op, where, what, members, facts, label = (self._text(t) for t in texts)
         members = tuple(int(m) for m in members.split(",") if m.isdigit())
-        return Call(index, channel, seq, kind, peer, tag, op, where, what, members)
+        facts, label = (t if place else "" for t, place in zip((facts, label), texts[4:]))  # lost when the heap is full
+        return Call(index, channel, seq, kind, peer, tag, op, where, what, members, facts, label)
 
     def _text(self, place):
-        if not place:
-            return "?"
+        text = self._read_texts.get(place)
+        if text is None:
+            text = self._read_texts[place] = self._read_text(place)
+        return text
+
+    def _read_text(self, place):
         heap = self.board._base(self.rank) + 4096 + NUM_RECORDS * _RECORD_BYTES
         (size,) = struct.unpack_from("<I", self.board.memory, heap + place)
         return self.board.memory[heap + place + 4 : heap + place + 4 + size].decode(errors="replace")
-
 
 
 def rank_list(ranks):

@@ -9,7 +9,8 @@ signals interrupt a wait at once, and the board always knows who waits for whom.
 Not seen: a wait that C++ makes by itself (DDP's reducer at the end of backward); the call it waits for is published.
 """
 import functools
-import sys
+import json
+import threading
 import time
 import weakref
 import zlib
@@ -19,7 +20,10 @@ import torch.distributed as dist
 from torch.distributed import distributed_c10d
 
 from dtlab.errors import ConfigError
+from dtlab.ranks import guard_buffers
 from dtlab.ranks.board import ANY, COLLECTIVE, RECV, RECV_ANY, SEND, rank_list
+from dtlab.ranks.guard import Guard, Operands
+from dtlab.ranks.guard_order import here
 
 _P2P = {"send": SEND, "recv_": RECV, "recv_any_source_": RECV_ANY}
 _NAMES = {  # c10d operator -> the name in torch.distributed
@@ -54,6 +58,8 @@ class Publisher:
         self._works = {}  # id(Work) -> (weak reference to it, index of its call)
         self._last = None  # the last Work: pybind keeps one Python object of it, but nobody holds that one yet
         self._by_tensor = {}  # storage address of a functional collective's result -> index of its call
+        self.guard = Guard(board, label_of)
+        self._lock = threading.Lock()  # threads of the reader's may call too
 
     def group_facts(self, group):
         """``(global ranks, key)`` of a process group; the key is equal on all its members."""
@@ -63,26 +69,31 @@ class Publisher:
             self._groups[name] = ranks, f"{name}|{ranks}"
         return self._groups[name]
 
-    def publish(self, op, kind, members, key, peer=ANY, tag=0, what=""):
+    def publish(self, op, kind, members, key, peer=ANY, tag=0, what="", facts="", site=None):
         """Publish a call before torch gets it; its index. Refuses a call that an absent rank would have to join."""
-        where = call_site()
+        site = site or here()
+        where = f"{label_of(site.where[0])}, line {site.where[1]}" if site.where[1] else site.where[0]
         wanted = members if kind == COLLECTIVE else (peer,) if peer != ANY else ()
         absent = [r for r in wanted if r not in self.present]
         if absent:
             raise ConfigError(absent_text(op, absent, members, self.present))
         if self.board.poisoned:
             raise Stopped(self.board.poison_text())
-        if kind == COLLECTIVE:
-            channel = f"{key}|{_FAMILY.get(op, op)}"  # another collective on a peer is not the matching call
+        if kind == COLLECTIVE:  # unguarded, another collective on a peer is not the matching call
+            channel = _number(key if self.guard.on else f"{key}|{_FAMILY.get(op, op)}")
         else:
             ends = (self.rank, peer) if kind == SEND else (peer, self.rank)
-            channel = f"{key}|{ends[0]}>{ends[1]}|{tag}"
-        channel = zlib.crc32(channel.encode()) | zlib.adler32(channel.encode()) << 32
-        seq = self._seqs.get((channel, kind), 0)
-        self._seqs[channel, kind] = seq + 1
-        return self.board.publish(
-            channel=channel, seq=seq, kind=kind, peer=peer, tag=tag, op=op, where=where, what=what, members=members
-        )
+            channel = _number(f"{key}|{ends[0]}>{ends[1]}|{tag}")
+        with self._lock:
+            seq = self._seqs.get((channel, kind), 0)
+            self._seqs[channel, kind] = seq + 1
+            index = self.board.publish(
+                channel=channel, seq=seq, kind=kind, peer=peer, tag=tag, op=op, where=where, what=what,
+                members=members, facts=facts, label=site.label,
+            )  # fmt: skip
+        if self.guard.on and facts:
+            self.guard.compare(index, wanted, channel, seq, kind, members, site, facts)
+        return index
 
     def remember(self, work, index):
         """Tie a handle to its call, until it is waited for."""
@@ -90,11 +101,13 @@ class Publisher:
         self._works[key] = weakref.ref(work, lambda _: self._works.pop(key, None)), index  # a Work holds its tensors
 
     def gate_work(self, work, timeout=None):
-        """Poll until the peers have published what this handle waits for."""
+        """Poll until the peers have published what this handle waits for; the index of its call."""
         _, index = self._works.pop(id(work), (None, None))
         self._last = None if work is self._last else self._last
         if index is not None:
             self.gate(index, work if self._is_collective(index) else None, timeout)
+            self.guard.catch_up(index)
+        return index
 
     def _is_collective(self, index):
         call = self.board.call(self.rank, index)
@@ -132,15 +145,10 @@ def absent_text(op, absent, members, present):
     )
 
 
-def call_site():
-    """``cell [3], line 4`` of the nearest frame outside torch and dtlab's engine."""
-    frame = sys._getframe(1)
-    while frame is not None:
-        filename = frame.f_code.co_filename
-        if not any(part in filename for part in _SKIPPED_FILES):
-            return f"{label_of(filename)}, line {frame.f_lineno}"
-        frame = frame.f_back
-    return "torch"
+@functools.lru_cache(4096)
+def _number(channel):
+    """64 bits for the name of a channel, equal on all ranks."""
+    return zlib.crc32(channel.encode()) | zlib.adler32(channel.encode()) << 32
 
 
 _labels = {}  # file name -> how it is called in messages; cells are added as they arrive
@@ -176,6 +184,8 @@ def install():
     functional.impl(wait, _wait_kernel(wait, after), "BackendSelect", with_keyset=True)
     _replace_work_wait()
     _gate_new_group()
+    _explain_group_ranks()
+    guard_buffers.install(lambda: current and current.guard.buffers)
 
 
 def _kernel(op, name, after):
@@ -186,6 +196,7 @@ def _kernel(op, name, after):
     peer_at = names.index("dst") if kind == SEND else names.index("src") if kind == RECV else None
     tag_at = names.index("tag") if kind != COLLECTIVE else None
     work_at = None if len(op._schema.returns) == 1 else -1
+    operands = Operands(name, names, public)
 
     def kernel(keyset, *args):
         publisher = current
@@ -195,10 +206,18 @@ def _kernel(op, name, after):
         members, key = publisher.group_facts(group)
         peer = ANY if peer_at is None else members[args[peer_at]]
         tag = 0 if tag_at is None else args[tag_at]
-        index = publisher.publish(public, kind, members, key, peer, tag, _describe(args[tensors_at], public))
+        site, guard, facts = here(), publisher.guard, ""
+        if guard.on and kind != RECV_ANY:
+            guard.check_local(operands, args, members, site)
+            facts = operands.facts(args, members)
+        index = publisher.publish(
+            public, kind, members, key, peer, tag, _describe(args[tensors_at], public), facts, site
+        )
         out = op.redispatch(keyset & after, *args)
         work = distributed_c10d.Work.unbox(out if work_at is None else out[work_at])
         publisher.remember(work, index)
+        if guard.on and site.direct and operands.gives_handle(args):
+            guard.buffers.open(work, index, *operands.lists(args))
         if observer is not None:
             observer.issued(started, op, public, group, members, peer, tag, args, work)
         if kind == COLLECTIVE:
@@ -258,14 +277,32 @@ def _replace_work_wait():
     @functools.wraps(original)
     def wait(self, *args, **kwargs):
         started = time.perf_counter()
-        if current is not None:
-            current.gate_work(self, (args[0] if args else kwargs.get("timeout")))
+        index, publisher = None, current
+        if publisher is not None:
+            index = publisher.gate_work(self, (args[0] if args else kwargs.get("timeout")))
         done = original(self, *args, **kwargs)
+        if index is not None:
+            publisher.guard.buffers.close(index)
         if observer is not None:
             observer.waited(self, started)
         return done
 
     work_type.wait = wait
+    for name in ("is_completed", "get_future"):
+        setattr(work_type, name, _closing(getattr(work_type, name)))
+
+
+def _closing(method):
+    """A handle whose call is known to be done, or whose future is taken, need not be awaited."""
+
+    @functools.wraps(method)
+    def ask(self):
+        answer = method(self)
+        if answer and current is not None and (entry := current._works.get(id(self))):
+            current.guard.buffers.close(entry[1])
+        return answer
+
+    return ask
 
 
 def _gate_new_group():
@@ -277,7 +314,31 @@ def _gate_new_group():
         if current is not None and not kwargs.get("use_local_synchronization", False):
             members, key = current.group_facts(dist.group.WORLD)
             what = f"ranks={list(ranks)}" if ranks is not None else ""
-            current.gate(current.publish("new_group", COLLECTIVE, members, key, what=what))
+            facts = json.dumps({"op": "new_group", "ranks": sorted(members if ranks is None else ranks)})
+            index = current.publish("new_group", COLLECTIVE, members, key, what=what, facts=facts)
+            current.gate(index)
+            current.guard.catch_up(index)
         return original(ranks, *args, **kwargs)
 
     distributed_c10d._new_group_with_tag = new_group_with_tag
+
+
+def _explain_group_ranks():
+    """torch says that a rank is not part of a group; add what to write."""
+    original = distributed_c10d.get_group_rank
+
+    @functools.wraps(original)
+    def get_group_rank(group, global_rank):
+        try:
+            return original(group, global_rank)
+        except ValueError as error:
+            ranks = dist.get_process_group_ranks(group)
+            raise ValueError(f"{error}. src and dst are global ranks, of this group {ranks}; {_cure(ranks, global_rank)}")
+
+    distributed_c10d.get_group_rank = dist.get_group_rank = get_group_rank
+
+
+def _cure(ranks, number):
+    if isinstance(number, int) and 0 <= number < len(ranks):
+        return f"its rank {number} is global rank {ranks[number]}"
+    return "group_src and group_dst take ranks of the group"

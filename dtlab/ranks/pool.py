@@ -18,12 +18,13 @@ REGROUP_WITHIN_S = 30
 _current = None  # the ranks of the last launch
 
 
-def launch(world_size, *, device="auto", timeout=DEFAULT_TIMEOUT_S, share_gpu=False):
+def launch(world_size, *, device="auto", guard=True, timeout=DEFAULT_TIMEOUT_S, share_gpu=False):
     """Start live processes joined in one ``torch.distributed`` group; ranks of an earlier launch end.
 
     Args:
         world_size: number of ranks (count, >= 1). More ranks than cores is fine, they take turns.
         device: ``"auto"`` (NCCL where there is a GPU for each rank, else gloo on CPU), ``"cpu"`` or ``"cuda"``.
+        guard: stop all ranks, with both lines, where gloo would give wrong numbers or wait for ever. False: for timing.
         timeout: seconds for which no rank may make progress while others wait; slow work is not counted. None: no limit.
         share_gpu: several ranks on one GPU, through gloo.
 
@@ -50,7 +51,7 @@ def launch(world_size, *, device="auto", timeout=DEFAULT_TIMEOUT_S, share_gpu=Fa
         raise ConfigError(f"device={device!r}: choose 'auto', 'cpu' or 'cuda'")
     if _current is not None:
         _current.shutdown()
-    _current = Ranks(world_size, device, timeout, share_gpu)
+    _current = Ranks(world_size, device, timeout, share_gpu, bool(guard))
     return _current
 
 
@@ -86,8 +87,8 @@ def _check_timeout(timeout):
 class Ranks:
     """Live ranks. Made by ``launch``; ``run``, ``push``, ``pull`` and the ``%%ranks`` magic talk to them."""
 
-    def __init__(self, world_size, device, timeout, share_gpu):
-        self.size, self.timeout = world_size, timeout
+    def __init__(self, world_size, device, timeout, share_gpu, guard):
+        self.size, self.timeout, self.guard = world_size, timeout, guard
         self.alive = False
         self.names = {}  # rank -> names of its variables
         self.pids = {}
@@ -231,7 +232,7 @@ class Ranks:
 
     # what the notebook calls
 
-    def run(self, fn, *args, ranks=None, timeout=..., **kwargs):
+    def run(self, fn, *args, ranks=None, timeout=..., guard=None, **kwargs):
         """Call ``fn(*args, **kwargs)`` on ranks at the same time.
 
         The function may be a lambda, a closure or use names of the notebook: they travel by value. Names that the
@@ -241,15 +242,16 @@ class Ranks:
             fn: any callable. On a rank ``rank``, ``world_size``, ``device``, ``dist`` and ``torch`` are there.
             ranks: on which ranks; all by default.
             timeout: seconds without progress while ranks wait; as in ``launch`` by default.
+            guard: whether calls are compared; as in ``launch`` by default.
 
         Returns:
             list: what each rank returned, in rank order. Tensors are private copies on the CPU.
 
         Raises:
-            RankError: a rank failed; HangError: ranks waited for a call that never came.
+            RankError: a rank failed; HangError: ranks waited for a call that never came; GuardError: see ``dtlab.ranks.guard``.
             ConfigError: an argument, or a name that the function uses, cannot travel.
         """
-        return self._call(fn, args, kwargs, ranks, timeout, self._context())
+        return self._call(fn, args, kwargs, ranks, timeout, self._context(guard=guard))
 
     def record(self, fn, *args, ranks=None, timeout=..., tokens=None, model_flops=None, **kwargs):
         """Call ``fn`` as ``run`` does, and record what the ranks do.
@@ -367,8 +369,9 @@ class Ranks:
             if parcel:
                 parcel.close()
 
-    def _context(self, record=False):
-        return {"path": list(sys.path), "cwd": os.getcwd(), "record": record}
+    def _context(self, record=False, guard=None):
+        guard = self.guard if guard is None else bool(guard)
+        return {"path": list(sys.path), "cwd": os.getcwd(), "record": record, "guard": guard}
 
     def _close(self):
         self.alive = False

@@ -1,5 +1,5 @@
 """The sentences of RankError and HangError: the cause first, then who waited where, then what is left."""
-from dtlab.errors import HangError, RankError
+from dtlab.errors import GuardError, HangError, RankError
 from dtlab.ranks.board import rank_list
 
 _SIGNALS = {
@@ -119,11 +119,19 @@ def hang(stuck, look, last_calls, places, kept, limit_s=None):
         elif rank not in look.ended:
             doing = f"is at {places.get(rank) or 'an unknown place'}; {last_calls.get(rank, '')}"
         lines.append(f"  rank {rank} {doing}")
+    if any(wait.call.op == "new_group" for wait in stuck.values()):
+        lines.append("new_group is called by all ranks, in the same order, also by those that are not in the group.")
     if limit_s is not None:
         lines.append(f"If it only needed longer: timeout={int(limit_s * 3) or 1} on launch or run, %%ranks --timeout.")
     lines += [kept] if kept else []
     waiting = {r: str(w.call) for r, w in stuck.items()}
     return HangError("\n".join(lines), waiting=waiting, missing=missing, rank=min(missing or stuck), cause="hang")
+
+
+def guarded(verdict, kept):
+    """The error to raise when the guard has seen a mistake: its text, and what is left."""
+    text, _, rank = verdict
+    return GuardError("\n".join([text, *([kept] if kept else [])]), rank=rank, cause="guard")
 
 
 def _headline(stuck, missing, limit_s):

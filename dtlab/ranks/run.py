@@ -26,6 +26,7 @@ class CellRun:
         self.waits = {}  # rank -> text of the call it was stopped in
         self.monitor = Monitor(pool.board, self.ranks, pool.pids, limit_s)
         self.hang = None  # (stuck, look, limit_s) when a wait could not end
+        self.verdict = None  # (text, is_hanging, rank) of a mistake that the guard has seen
         self.interrupted = False
         self._stop_at, self._steps = None, set()
         self._failed_at = None
@@ -138,6 +139,9 @@ class CellRun:
         now = time.monotonic()
         if self._stop_at is not None:
             return self._climb(now - self._stop_at)
+        self.verdict = None if self.failures else self.pool.board.given_verdict()
+        if self.verdict:
+            return self._begin_stop(self.verdict[0])
         ended, failed = list(self.values), [*self.failures, *self.dead]
         self.monitor.watch_progress(ended, failed)
         stuck = self.monitor.verdict(ended, failed) if now - self._started > TICK_S else {}
@@ -217,13 +221,15 @@ class CellRun:
         clean = not (self.failures or self.dead or self.stopped or self.interrupted)
         if clean:
             return ""
-        regroup = bool("sockets" in self._steps) or not is_settled(self.pool.board)
+        regroup = bool("sockets" in self._steps or (self.verdict and self.verdict[1])) or not is_settled(self.pool.board)
         dead = self.pool.repair(sorted({*self.dead, *self.pool.gone()}), regroup)
         if not self.pool.alive:
             return "All ranks have ended: run the launch cell again."
         return report.kept_text(self.pool.size, dead, regroup)
 
     def _error(self, kept):
+        if self.verdict:
+            return report.guarded(self.verdict, kept)
         if self.hang and not self.failures:
             stuck, look, limit_s = self.hang
             return report.hang(stuck, look, self._last_calls(look), self.places, kept, limit_s)

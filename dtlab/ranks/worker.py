@@ -126,6 +126,8 @@ class Worker:
                 cells.remember_source(filename, label, source)
             parcel.fd = fds[0] if fds else None
             (function, args, kwargs), all_globals = parcels.unpack(parcel)
+            if "dry" in context:
+                return self._play(context["dry"], function, args, kwargs, all_globals)
             run = lambda: cells.run_function(function, args, kwargs, all_globals, self.namespace)  # noqa: E731
             return self._maybe_record(context, run, (function, args, kwargs))
 
@@ -137,6 +139,13 @@ class Worker:
         from dtlab.record.recorder import record
 
         return record(run, roots)
+
+    def _play(self, played, function, args, kwargs, all_globals):
+        from dtlab.record.play import play
+
+        self.namespace.predefine(rank=played[0], world_size=played[1])
+        run = lambda args, kwargs: cells.run_function(function, args, kwargs, all_globals, self.namespace)  # noqa: E731
+        return play(run, (function, args, kwargs), *played)
 
     def on_push(self, number, parcel, fds):
         """Put values into the namespace."""
@@ -156,6 +165,7 @@ class Worker:
 
     def on_regroup(self, number, generation, fds):
         """Leave the old group, with whatever hangs in it, and join a new one; variables stay."""
+        self.publisher.guard.buffers.forget()
         calls.current = None
         with self.number_lock:
             self.cell_number = number
@@ -184,10 +194,13 @@ class Worker:
                 self.running = True
                 value = action()
                 console.show_open_figures(self.send_output)
+                for call in self.publisher.guard.finish(True):
+                    print(f"not awaited yet: {call}", file=sys.stderr)
             finally:
                 self.running = False
         except BaseException as error:  # noqa: B036  (SystemExit and Stopped end a cell, not the rank)
             status, value = ("stopped" if isinstance(error, calls.Stopped) else "error"), cells.describe_error(error)
+            self.publisher.guard.finish(False)
         for stream in self._streams.values():
             stream.finish()
         flush_c_streams()
@@ -199,7 +212,7 @@ class Worker:
             self.stop_text = self.stopped_at = None
             self.stop_is_due = False
             self.cell_number = number
-        self.publisher.present = present
+        self.publisher.present, self.publisher.guard.on = present, context["guard"]
         sys.path[:] = context["path"]
         with contextlib.suppress(OSError):
             os.chdir(context["cwd"])

@@ -1,0 +1,198 @@
+"""On a rank: nobody touches the buffers of a call that is not awaited yet.
+
+A send buffer may be read, not written; the buffer of a receive or a collective neither. What aten operators touch is
+seen by a dispatch mode, which costs some microseconds an operator; so it is on only while a handle of the reader's own
+code is open. It is put at the bottom of the stack of modes, so that other modes end in their own order.
+"""
+import functools
+import weakref
+from dataclasses import dataclass
+
+import torch
+from torch.multiprocessing.reductions import StorageWeakRef
+from torch.utils._python_dispatch import TorchDispatchMode
+
+from dtlab.ranks.guard_order import here
+
+_NO_DATA = ("empty", "new_empty", "empty_like", "zeros_like", "ones_like", "full_like", "rand_like", "randn_like")
+_NO_DATA += ("new_zeros", "new_ones", "new_full", "set_", "resize_", "sym_size", "is_same_size", "randint_like")
+
+
+@dataclass
+class Span:
+    """Bytes of one storage that a call uses."""
+
+    storage: StorageWeakRef
+    first: int
+    end: int
+    is_read: bool  # the call reads them: others may too
+
+
+@dataclass
+class Handle:
+    """A handle of the reader's code: its Work (weakly: a Work holds its tensors), its call, the bytes in flight."""
+
+    work: weakref.ref
+    index: int
+    spans: list
+
+
+class Buffers:
+    """The open handles of one rank."""
+
+    def __init__(self, refuse):
+        self.refuse = refuse  # called with (index of the call in flight, "writes" or "reads", where)
+        self.handles = {}  # index of the call -> Handle
+        self._spans = {}  # address of a storage -> [(Span, index), ...]
+        self.mode = _Watch(self)
+
+    def open(self, work, index, read, written):
+        """A handle went to the reader's code: watch what its call reads and writes."""
+        spans = [span(t, True) for t in read] + [span(t, False) for t in written]
+        spans = [s for s in spans if s is not None]
+        self.handles[index] = Handle(weakref.ref(work), index, spans)
+        for s in spans:
+            self._spans.setdefault(s.storage.cdata, []).append((s, index))
+        self.sync()
+
+    def close(self, index):
+        """The call is done."""
+        if index in self.handles:
+            for s in self.handles.pop(index).spans:
+                rest = [(other, i) for other, i in self._spans.get(s.storage.cdata, ()) if i != index]
+                if rest:
+                    self._spans[s.storage.cdata] = rest
+                else:
+                    self._spans.pop(s.storage.cdata, None)
+            self.sync()
+
+    def forget(self):
+        """Stop watching everything."""
+        self.handles.clear()
+        self._spans.clear()
+        self.sync()
+
+    def sync(self):
+        """Put the mode on the stack, or take it off, as the open handles ask for."""
+        size = torch._C._len_torch_dispatch_stack()
+        stack = [torch._C._get_dispatch_stack_at(i) for i in range(size)]
+        is_on = self.mode in stack
+        if self.mode.busy or is_on == bool(self._spans):
+            return
+        if any(getattr(mode, "_mode_key", None) is not None for mode in stack):
+            return  # fake tensors and tracing: nothing is in flight
+        for _ in stack:
+            torch._C._pop_torch_dispatch_stack(None)
+        for mode in [m for m in stack if m is not self.mode] if is_on else [self.mode, *stack]:
+            torch._C._push_on_torch_dispatch_stack(mode)
+
+    def touch(self, tensor, writes, site=None):
+        """Refuse an access to a tensor whose bytes are in flight."""
+        if tensor.layout != torch.strided or not self._spans:
+            return
+        for s, index in self._spans.get(tensor.untyped_storage()._cdata, ()):
+            if (s.is_read and not writes) or s.storage.expired():
+                continue
+            if touches(tensor, s.first, s.end):
+                self.refuse(index, "writes" if writes else "reads", site or here())
+
+
+def span(tensor, is_read):
+    """The bytes of a tensor; None where they are not one run (a column), and where there are none."""
+    if tensor.layout != torch.strided or not tensor.is_contiguous() or not tensor.numel():
+        return None
+    first = tensor.storage_offset() * tensor.itemsize
+    return Span(StorageWeakRef(tensor.untyped_storage()), first, first + tensor.numel() * tensor.itemsize, is_read)
+
+
+def touches(tensor, first, end):
+    """Whether any element of a tensor lies in bytes ``first`` to ``end`` of its storage. Exact for strided views."""
+    size = tensor.itemsize
+    dims = sorted(zip(tensor.stride(), tensor.shape), reverse=True)
+
+    def search(at, dims):
+        reach = sum(stride * (n - 1) for stride, n in dims)
+        if (at + reach + 1) * size <= first or at * size >= end:
+            return False
+        if not dims or all(stride == 1 or n == 1 for stride, n in dims):
+            return True
+        (stride, n), rest = dims[0], dims[1:]
+        inner = sum(s * (m - 1) for s, m in rest)
+        if stride == 0:
+            return search(at, rest)
+        low = max(0, (first // size - at - inner) // stride)
+        high = min(n - 1, (end // size - at) // stride)
+        return any(search(at + i * stride, rest) for i in range(low, high + 1))
+
+    return tensor.numel() > 0 and search(tensor.storage_offset(), dims)
+
+
+@functools.lru_cache(4096)
+def accesses(func):
+    """``((position, name, writes), ...)`` of the arguments whose data an operator touches."""
+    schema = func._schema
+    if func.namespace in ("c10d", "_c10d_functional") or schema.name.split("::")[1] in _NO_DATA:
+        return ()  # communication is checked when it is published
+    if any(r.alias_info is not None and not r.alias_info.is_write for r in schema.returns):
+        return ()  # a view
+    return tuple(
+        (None if a.kwarg_only else i, a.name, a.alias_info is not None and a.alias_info.is_write)
+        for i, a in enumerate(schema.arguments)
+        if "Tensor" in str(a.type)
+    )
+
+
+class _Watch(TorchDispatchMode):
+    """Looks at every operator while a handle is open."""
+
+    def __init__(self, buffers):
+        super().__init__()
+        self.buffers, self.busy = buffers, False
+
+    @classmethod
+    def _should_skip_dynamo(cls):
+        return False  # torch would put two frames around every operator
+
+    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+        if any(t.__name__ == "DTensor" for t in types):
+            return NotImplemented  # its own dispatch comes first; the operators inside are seen
+        kwargs = kwargs or {}
+        for at, name, writes in accesses(func):
+            value = args[at] if at is not None and at < len(args) else kwargs.get(name)
+            for tensor in value if isinstance(value, (list, tuple)) else (value,):
+                if isinstance(tensor, torch.Tensor):
+                    self.buffers.touch(tensor, writes)
+        self.busy = True  # taken off the stack while it runs
+        try:
+            return func(*args, **kwargs)
+        finally:
+            self.busy = False
+
+
+def install(buffers_of):
+    """Once a process: keep the mode in backward passes, which restore the stack; see reads that no operator makes."""
+    original = torch.autograd.graph._engine_run_backward
+
+    @functools.wraps(original)
+    def run_backward(*args, **kwargs):
+        try:
+            return original(*args, **kwargs)
+        finally:
+            if (buffers := buffers_of()) is not None:
+                buffers.sync()
+
+    for module in (torch.autograd.graph, torch.autograd):
+        module._engine_run_backward = run_backward
+    for name in ("tolist", "numpy"):
+        setattr(torch.Tensor, name, _checked(getattr(torch.Tensor, name), buffers_of))
+
+
+def _checked(method, buffers_of):
+    @functools.wraps(method)
+    def read(self, *args, **kwargs):
+        buffers = buffers_of()
+        if buffers is not None and buffers._spans:
+            buffers.touch(self, False)
+        return method(self, *args, **kwargs)
+
+    return read
