@@ -7,7 +7,7 @@ from dtlab.plots.svg import COLOURS, document, label, line
 from dtlab.simulate.timeline import rows
 
 _WIDTH, _RIGHT = 650, 12
-_COMPUTE, _CHANNEL, _GAP, _MOST_ROWS = 30, 18, 8, 4  # heights of lanes, space between ranks
+_COMPUTE, _CHANNEL, _THIN, _GAP, _MOST_ROWS = 30, 18, 8, 8, 4  # heights of rows, space between ranks
 _COLUMN = 0.5  # units; the finest thing drawn
 _LOOKS = {  # kind -> letter, colour, words of the legend
     "forward": ("F", COLOURS["forward"], "forward"),
@@ -55,7 +55,7 @@ def timeline(source, *, ranks=None, communication=True):
         for row in _rows(lane, its):
             parts += [_box(left + x, y, end - x, height - 3, joined, hatch)
                       for x, end, *joined in _drawn(row, timeline.start_s, scale)]
-            y += height
+            y, height = y + height, _THIN
     parts += _axis(left, y, timeline.step_time_s, scale)
     title = f"Timeline of {len({lane.rank for lane in lanes})} ranks, {_time(timeline.step_time_s)}"
     return document([_pattern(hatch), *parts], width=_WIDTH, height=y + 44, title=title, text=repr(timeline))
@@ -69,7 +69,7 @@ def _name(lane, x, y):
 
 
 def _rows(lane, boxes):
-    """The boxes by row; a compute lane has one, a channel one per call under way at once; what is too much shares."""
+    """The boxes by row: a channel has one per call under way at once, thin after the first; what is too many share."""
     packed = rows(boxes) if lane.channel else [boxes]
     return packed if len(packed) <= _MOST_ROWS else [*packed[:_MOST_ROWS - 1], sum(packed[_MOST_ROWS - 1:], [])]
 
@@ -107,7 +107,7 @@ def _box(x, y, width, height, boxes, hatch):
         texts = [f"{box.label} {box.text}".strip(), box.label, box.text or letter]
     else:
         texts = [letter + box.text, box.text or letter]
-    sizes = (14, 12) if height > 20 else (12,)  # 12 here is 18 px on a projector
+    sizes = [size for size in (14, 12) if size < height - 2]  # 12 here is 18 px on a projector
     text, size = next(((text, size) for text in texts for size in sizes if _long(text) * size + 1 <= width), ("", 12))
     where = f"{x + width / 2:.1f}", f"{y + height / 2 + size * 0.36:.1f}"
     return shape + label(*where, text, anchor="middle", size=size, weight="bold") if text else shape

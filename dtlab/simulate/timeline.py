@@ -82,11 +82,12 @@ class Timeline:
         return max((box.end_s for box in self.boxes), default=0.0) - self.start_s
 
     def seconds(self, rank):
-        """How long a rank spent on each kind of box, ``{kind: seconds}``; calls under way at once count once each."""
-        spent = dict.fromkeys(BOX_KINDS, 0.0)
-        for box in self.boxes:
-            if box.lane.rank == rank:
-                spent[box.kind] += box.end_s - box.start_s
+        """How long a rank was busy with each kind of box, ``{kind: seconds}``; calls under way at once count once."""
+        spent, seen = dict.fromkeys(BOX_KINDS, 0.0), dict.fromkeys(BOX_KINDS, float("-inf"))
+        for box in sorted(self.boxes, key=lambda box: box.start_s):
+            if box.lane.rank == rank and box.end_s > seen[box.kind]:
+                spent[box.kind] += box.end_s - max(box.start_s, seen[box.kind])
+                seen[box.kind] = box.end_s
         return {kind: time_s for kind, time_s in spent.items() if time_s}
 
     def __repr__(self):

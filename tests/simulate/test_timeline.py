@@ -63,6 +63,12 @@ def test_calls_under_way_at_once_are_told_apart_by_number_and_tag():
     assert [box[2:] for box in on(timeline, 0, "to rank 1")] == [(0, 5), (1, 4)]
 
 
+def test_calls_under_way_at_once_count_once():
+    timeline = lanes_of(*call(0, 4, "isend", peer=1), *call(1, 2, "irecv", peer=1),
+                        *call(3, 6, "all_reduce", group="g"), *call(8, 9, "all_reduce", 1, group="g"))
+    assert timeline.seconds(0)["communication"] == 7
+
+
 def test_a_second_wait_changes_nothing_and_no_wait_ends_with_the_call():
     wait = Event("wait", "all_reduce", 1, 2, group="g", seq=0)
     later = Event("wait", "all_reduce", 8, 9, group="g", seq=0)
