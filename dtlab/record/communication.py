@@ -8,6 +8,7 @@ import functools
 import weakref
 
 import torch
+from torch.distributed import distributed_c10d
 
 from dtlab.simulate.wire import wire_bytes
 
@@ -61,14 +62,28 @@ class Calls:
         self._open = set()  # issues without a wait
 
     def issued(self, started, op, name, group, members, peer, tag, args, work):
-        """A call was handed to the backend."""
+        """A c10d operator was handed to the backend."""
+        read, written, root_at, splits_at = _places(op)
+        root, splits = (None if at is None else args[at] for at in (root_at, splits_at))
+        reads, writes = flat([args[i] for i in read]), flat([args[i] for i in written])
+        self.add(started, name, group, members, reads, writes, root or 0, splits, peer, tag, work)
+
+    def functional(self, op, args, out):
+        """A functional collective of a dry recording, where it calls no c10d operator."""
+        named = dict(zip((a.name for a in op._schema.arguments), args))
+        if "group_name" in named and len(named) == len(args):
+            group = distributed_c10d._resolve_process_group(named["group_name"])
+            members = tuple(torch.distributed.get_process_group_ranks(group))
+            reads = flat(args[0])
+            name = op._schema.name.split("::")[1].strip("_").removesuffix("_out")
+            self.add(0.0, name, group, members, reads, flat(out), named.get("src", 0), named.get("input_split_sizes"))
+
+    def add(self, started, name, group, members, reads, writes, root, splits, peer=-1, tag=0, work=None):
+        """An issue event, and what is needed to see its wait."""
         known = self.groups.get(group.group_name)
         if known is None:
             known = self.groups[group.group_name] = Group(group, members)
-        read, written, root_at, splits_at = _places(op)
-        reads, writes = flat([args[i] for i in read]), flat([args[i] for i in written])
-        size, wire = _bytes(name, known, reads, writes, args[root_at] if root_at is not None else 0,
-                            args[splits_at] if splits_at is not None else None)
+        size, wire = _bytes(name, known, reads, writes, root, splits)
         channel = known.id if peer < 0 and "recv" not in name else (known.id, name, peer, tag)
         seq = self._seqs[channel] = self._seqs.get(channel, -1) + 1
         issue = (name, known.id, seq, peer, tag)
@@ -76,8 +91,9 @@ class Calls:
         ids = [tuple({s.id for s in some}) for some in storages]
         self.recorder.add("issue", name, started, bytes=size, wire_bytes=wire, call=issue, reads=ids[0], writes=ids[1])
         self._open.add(issue)
-        key = id(work)
-        self._works[key] = weakref.ref(work, lambda _: self._works.pop(key, None)), issue
+        if work is not None:
+            key = id(work)
+            self._works[key] = weakref.ref(work, lambda _: self._works.pop(key, None)), issue
         for tensor in writes:
             storage = self.memory.of(tensor)
             if storage is not None:

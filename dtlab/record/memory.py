@@ -34,7 +34,8 @@ def plain(tensor):
     """The tensors that hold a tensor's data: itself, or those inside a DTensor or another wrapper."""
     if not hasattr(tensor, "__tensor_flatten__"):
         return [tensor]
-    return [t for name in tensor.__tensor_flatten__()[0] for t in plain(getattr(tensor, name))]
+    inside = [getattr(tensor, name) for name in tensor.__tensor_flatten__()[0]]
+    return [t for part in inside if isinstance(part, torch.Tensor) for t in plain(part)]
 
 
 class Memory:

@@ -22,6 +22,7 @@ _SPARSE_READS = ("embedding", "index", "index_select", "gather")  # read only wh
 _NO_BYTES = ("empty", "empty_strided", "empty_like", "new_empty", "new_empty_strided", "resize_", "set_")
 _FORWARD, _BACKWARD, _OPTIMIZER = ({"name": name} for name in ("forward", "backward", "optimizer"))
 _in_backward = torch._C._current_graph_task_id
+_wait_tensor = torch.ops._c10d_functional.wait_tensor.default
 _view, _call, _compute = "view", "call", "compute"
 
 current = None  # the Recorder while one records
@@ -73,14 +74,13 @@ class Recorder(TorchDispatchMode):
 
     def __enter__(self):
         global current
-        current = self
         self._saved = torch.autograd.graph.saved_tensors_hooks(self._pack, self._unpack)
         self._began = time.perf_counter()
         self.memory.look_around(self.roots)
         self.roots = ()
         self.memory.start()
         self._saved.__enter__()
-        calls.observer = self.calls
+        calls.observer, current = self.calls, self
         self.last_end = self._began = time.perf_counter()
         return super().__enter__()
 
@@ -142,11 +142,8 @@ class Recorder(TorchDispatchMode):
         self.memory.label(tensor, "activations")
         if tensor.is_leaf:
             return tensor, tensor, tensor._version
-        quiet, self._quiet = self._quiet, True
-        try:
-            return tensor.detach(), None, tensor._version  # the tensor itself would hold the graph that holds it
-        finally:
-            self._quiet = quiet
+        with quiet():  # the tensor itself would hold the graph that holds it
+            return tensor.detach(), None, tensor._version
 
     @staticmethod
     def _unpack(packed):
@@ -169,6 +166,9 @@ class Recorder(TorchDispatchMode):
             operator = self._operators[func] = _Operator(func)
         if operator.kind is _compute and not self._quiet:
             return self._compute(func, operator, args, kwargs or {})
+        if self.fake_mode is not None and func is _wait_tensor:
+            self.calls.waited_for(args[0], 0.0)
+            return args[0]  # a fake one would be a new tensor; a real one is the same
         out = func(*args, **kwargs) if kwargs else func(*args)
         if not self._quiet:
             if operator.kind is _view:
@@ -176,6 +176,8 @@ class Recorder(TorchDispatchMode):
             else:
                 for tensor in _tensors(out if isinstance(out, (list, tuple)) else (out,)):
                     self.memory.of(tensor)
+                if self.fake_mode is not None and func.namespace == "_c10d_functional":
+                    self.calls.functional(func, args, out)
         return out
 
     def _stand_for_others(self, types):
@@ -256,6 +258,20 @@ def _tensors(values):
             yield value
         elif isinstance(value, (list, tuple)):
             yield from _tensors(value)
+
+
+@contextlib.contextmanager
+def quiet():
+    """Record no operators inside."""
+    recorder = current
+    if recorder is None:
+        yield
+        return
+    before, recorder._quiet = recorder._quiet, True
+    try:
+        yield
+    finally:
+        recorder._quiet = before
 
 
 @contextlib.contextmanager
