@@ -1,7 +1,10 @@
 """Bytes that a rank sends, against sums counted by hand and by a ring played step by step."""
+import doctest
+
 import pytest
 
 from dtlab.errors import ConfigError
+from dtlab.simulate import wire
 from dtlab.simulate.wire import base_op, wire_bytes
 
 
@@ -78,3 +81,8 @@ def test_names_of_torch_are_known_by_their_plain_name():
 def test_what_cannot_be_counted_is_said(fields, words):
     with pytest.raises(ConfigError, match=words):
         wire_bytes(tensor_bytes=10, size=3, **fields)
+
+
+def test_docstring_examples():
+    result = doctest.testmod(wire)
+    assert result.attempted > 0 and result.failed == 0
