@@ -17,10 +17,10 @@ where nothing is left.
 **Files** are JSON lines, UTF-8. The first line is the header
 ``{"dtlab_recording": 1, "world_size": 4, "ranks": [0, 1], "meta": {...}}``: the version of the format, the size of the
 world, the ranks that were recorded, and what the recorder noted (``dry``: recorded with fake tensors, so that times
-mean nothing; ``groups``: the ranks of each group id; ``tokens``, ``model_flops``). Then one line per event, ``{"rank": 0, "kind": "compute", "op":
-"aten.mm", "start_s": 0.0, "end_s": 0.001, ...}``, rank after rank; a field at its default is left out. The last line,
-``{"end": 123}``, counts the events, so that a file cut short is seen. Results of the function are not kept. A reader
-refuses a newer version and fields it does not know.
+mean nothing; ``groups``: the ranks of each group id; ``tokens``, ``model_flops``). Then one line per event, rank after
+rank, ``{"rank": 0, "kind": "compute", "op": "aten.mm", "start_s": 0.0, "end_s": 0.001, ...}``; a field at its default
+is left out. The last line, ``{"end": 123}``, counts the events, so that a file cut short is seen. Results of the
+function are not kept. A reader refuses a newer version and fields it does not know.
 """
 import json
 from dataclasses import dataclass, field, fields
