@@ -12,6 +12,7 @@ from dtlab.errors import ConfigError, DtlabError
 from dtlab.ranks import calls, console
 
 PREDEFINED = ("rank", "world_size", "device", "dist", "torch", "display")
+_ENGINE = ("/dtlab/ranks/", "/dtlab/record/")
 _LOST = ("Connection closed by peer", "Connection reset by peer", "Broken pipe", "Socket closed", "recv failed")
 
 
@@ -115,7 +116,7 @@ def remember_source(filename, label, source):
 
 def describe_error(error):
     """What the notebook needs to report an exception: plain data."""
-    frames = [f for f in traceback.extract_tb(error.__traceback__) if not any(p in f.filename for p in ("/dtlab/ranks/", "/dtlab/record/"))]
+    frames = [f for f in traceback.extract_tb(error.__traceback__) if not any(p in f.filename for p in _ENGINE)]
     if isinstance(error, SyntaxError) and error.lineno and error.filename:
         source = (error.text or linecache.getline(error.filename, error.lineno)).rstrip()
         frames = [traceback.FrameSummary(error.filename, error.lineno, "<module>", line=source, lookup_line=False)]

@@ -50,6 +50,8 @@ def _play(player, fn, args, kwargs, rank, world_size):
     try:
         ((said, *answer),) = player._call(fn, args, kwargs, None, None, context)
     except RankError as error:
+        if "cannot be recorded dry" in str(error):
+            raise ConfigError(str(error).partition("ConfigError: ")[2]) from None
         raise RankError(str(error).replace("rank 0 of 1", f"rank {rank} of {world_size}, played dry,"), rank=rank) from None
     for line in said.splitlines():
         print(f"rank {rank}: {line}")

@@ -116,7 +116,7 @@ class Memory:
 
     def meet_parameter(self, param):
         """Label a parameter and its gradients, those to come included."""
-        if id(param) in self._params or not isinstance(param, torch.Tensor):
+        if id(param) in self._params:
             return
         key, handle = id(param), None
         self.label(param, "params")
@@ -129,10 +129,6 @@ class Memory:
         """Label what stands in ``.grad``."""
         if param.is_leaf and param.grad is not None:
             self.label(param.grad, "grads")
-
-    def is_parameter(self, tensor):
-        """Whether ``meet_parameter`` has seen this tensor."""
-        return id(tensor) in self._params
 
     # what was there before
 

@@ -15,18 +15,19 @@ from torch.utils._python_dispatch import _disable_current_modes
 from torch.utils._pytree import tree_map
 
 from dtlab.errors import ConfigError
-from dtlab.ranks import calls
+from dtlab.ranks import calls, cells
 from dtlab.record import recorder
 
 _READS_VALUES = (fake_tensor.DataDependentOutputException, fake_tensor.DynamicOutputShapeException)
 _NO_VALUES = (
-    "cannot be recorded dry: it reads the value of a tensor ({error}), and fake tensors have none. Pass the value as an "
-    "argument, leave .item(), printing and branches on values out, or record it live (ranks.record)"
+    "{name} cannot be recorded dry: {place} reads the value of a tensor ({error}), and fake tensors have none. Pass the "
+    "value as an argument, leave out .item(), printing and branches on values; or record it live: ranks.record"
 )
 _NOT_FAKE = (
-    "cannot be recorded dry: {kind}: {error}. Fake tensors have no memory, and some modules in C++ (such as "
-    "DistributedDataParallel's reducer) need it; record it live (ranks.record)"
+    "{name} cannot be recorded dry: {place} needs the memory of a tensor, and fake tensors have none ({error}). C++ "
+    "modules such as DistributedDataParallel do; record it live: ranks.record"
 )
+_SIGNS = ("data is not allocated", "data pointer", "FakeTensor", "fake tensor", "meta tensor")  # in errors of torch
 
 
 class _Publisher(calls.Publisher):
@@ -64,17 +65,34 @@ def play(run, roots, rank, world_size):
     calls.current = _Publisher()
     said = io.StringIO()
     function, args, kwargs = roots
-    args, kwargs = tree_map(lambda x: fake_mode.from_tensor(x) if isinstance(x, torch.Tensor) else x, (args, kwargs))
+    args, kwargs = tree_map(lambda value: _fake(value, fake_mode), (args, kwargs))
     with fake_mode, contextlib.redirect_stdout(said):
         try:
             _, events, groups = recorder.record(lambda: run(args, kwargs), (function, args, kwargs), fake_mode)
         except _READS_VALUES as error:
-            raise ConfigError(_NO_VALUES.format(error=error)) from error
-        except (RuntimeError, NotImplementedError) as error:
-            if "ake" not in str(error) and "data pointer" not in str(error) and "meta" not in str(error):
+            raise _explained(_NO_VALUES, error, function, str(error)) from error
+        except (RuntimeError, NotImplementedError, TypeError) as error:
+            if not any(sign in str(error) for sign in _SIGNS):
                 raise
-            raise ConfigError(_NOT_FAKE.format(kind=type(error).__name__, error=error)) from error
+            raise _explained(_NOT_FAKE, error, function, f"{type(error).__name__}: {error}".splitlines()[0]) from error
     return said.getvalue(), None, events, groups
+
+
+def _fake(value, fake_mode):
+    """A fake tensor for a tensor; a module with fake parameters and buffers for a module; all else as it is."""
+    if isinstance(value, torch.nn.Module):
+        for module in value.modules():
+            for tensors in (module._parameters, module._buffers):
+                tensors.update((name, _fake(tensor, fake_mode)) for name, tensor in tensors.items())
+    return fake_mode.from_tensor(value) if isinstance(value, torch.Tensor) else value
+
+
+def _explained(text, error, function, what):
+    frames = cells.describe_error(error)["frames"]
+    place = f"{frames[0][0]}, line {frames[0][1]}" if frames else "it"
+    for label, line, *_ in frames[:-1]:
+        place = f"{label}, line {line}"
+    return ConfigError(text.format(name=getattr(function, "__name__", "the function") + "()", place=place, error=what))
 
 
 def _observe_fake_waits():

@@ -191,7 +191,7 @@ class Recorder(TorchDispatchMode):
 
     def _meet_parameters(self, tensors):
         for tensor in tensors:
-            if isinstance(tensor, torch.nn.Parameter) and not self.memory.is_parameter(tensor):
+            if type(tensor) is not torch.Tensor and isinstance(tensor, torch.nn.Parameter):
                 self.memory.meet_parameter(tensor)
 
     def _compute(self, func, operator, args, kwargs):
@@ -207,7 +207,7 @@ class Recorder(TorchDispatchMode):
                 storage = memory.of(tensor)
                 if storage is None:
                     continue
-                if isinstance(tensor, torch.nn.Parameter) and not memory.is_parameter(tensor):
+                if type(tensor) is not torch.Tensor and isinstance(tensor, torch.nn.Parameter):
                     memory.meet_parameter(tensor)
                 if self.calls.in_flight and storage.id in self.calls.in_flight:
                     self.calls.touched(storage, tensor)
@@ -219,7 +219,8 @@ class Recorder(TorchDispatchMode):
                 if not is_written or not operator.write_only:
                     reads.append(storage.id)
                     sizes += size
-                    differentiable = differentiable or (not is_written and tensor.requires_grad)
+                    if not is_written and (tensor.requires_grad or storage.category == "params"):
+                        differentiable = True
         began, cpu = time.perf_counter(), time.thread_time()
         out = func(*args, **kwargs)
         cpu, ended = time.thread_time() - cpu, time.perf_counter()
