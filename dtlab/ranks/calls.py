@@ -333,7 +333,8 @@ def _explain_group_ranks():
             return original(group, global_rank)
         except ValueError as error:
             ranks = dist.get_process_group_ranks(group)
-            raise ValueError(f"{error}. src and dst are global ranks, of this group {ranks}; {_cure(ranks, global_rank)}")
+            cure = f"src and dst are global ranks, in this group one of {ranks}; {_cure(ranks, global_rank)}"
+            raise ValueError(f"{error}. {cure}") from None
 
     distributed_c10d.get_group_rank = dist.get_group_rank = get_group_rank
 

@@ -7,8 +7,8 @@ writes the text to the board, and every rank stops with it. No call waits longer
 
 Caught: collectives that differ in kind, reduce operation, root, dtype, shape or memory layout; the same named calls in
 another order; strided tensors where gloo mixes up their elements; outputs that share memory; messages of the wrong size
-or type; buffers touched before ``wait``; handles dropped without it; groups made with different ranks. Calls that a rank
-leaves out and circles of waits are found by the monitor in the notebook.
+or type; buffers touched before ``wait``; handles dropped without it; groups made with different ranks. Calls that a
+rank leaves out and circles of waits are found by the monitor in the notebook.
 
 Not caught:
     - Swapped calls whose labels say nothing: one line for tensors without names (``for p in params``), messages of
@@ -90,7 +90,7 @@ class Operands:
             return tuple([_splits(args[i], t[0], n) for i, t in zip(self.splits, (read, written))])
         return (), ()
 
-    def local_mistake(self, args, members):
+    def local_mistake(self, args, members, me):
         """What is wrong with a call whatever the peers do; empty if nothing is."""
         read, written = self.lists(args)
         if any(t.layout != torch.strided for t in (*read, *written)):
@@ -101,6 +101,9 @@ class Operands:
             return strided_text(wrong)
         if self.name == "alltoall_base_" and not written[0].is_contiguous():
             return strided_text(written[0])
+        ins, outs = self._sizes(args, read, written, len(members))
+        if ins and ins[me] != outs[me]:
+            return f"it sends itself {ins[me]} elements and expects {outs[me]}."
         if self.name == "_reduce_scatter_base_" and read[0].numel() != written[0].numel() * len(members):
             n, have, want = len(members), read[0].numel(), written[0].numel()
             return f"the input has {have} elements, but {n} ranks with {want} elements of output each need {n * want}."
@@ -259,7 +262,7 @@ class Guard:
 
     def check_local(self, operands, args, members, site):
         """Refuse a call that is wrong whatever the peers do, or that uses a buffer in flight."""
-        wrong = operands.local_mistake(args, members)
+        wrong = operands.local_mistake(args, members, members.index(self.rank))
         if wrong:
             call = f"  rank {self.rank}  {call_text(operands.facts(args, members))}  {self._place(*site.where)}"
             self.refuse(f"rank {self.rank}: {wrong}\n{call}", is_hanging=False)
@@ -345,7 +348,8 @@ class Guard:
         what = "make the same calls in different orders" if how == "swapped" else "are out of step: one left out a call"
         lines = [f"{rank_list((self.rank, peer))} {what}. Results since the first of these are wrong:"]
         for one in (earlier, pair):
-            lines += [self._line([r], call) for r, call in sorted(zip((self.rank, peer), one.calls), key=lambda p: p[0])]
+            mine, theirs = (self._line([r], call) for r, call in zip((self.rank, peer), one.calls))
+            lines += [mine, theirs] if self.rank < peer else [theirs, mine]
         self.refuse("\n".join([*lines, _SAME_CALL]), is_hanging=True)
 
     # end of a cell

@@ -10,15 +10,17 @@ import functools
 import json
 import linecache
 import sys
+import sysconfig
 from collections import deque
 from dataclasses import dataclass
 
 USERS, PLUMBING, TORCH, LIBRARY = range(4)  # whose file a frame stands in
-_PLUMBING = ("/dtlab/ranks/", "/dtlab/record/", "<frozen ", "/contextlib.py", "<string>")
+_PLUMBING = ("/dtlab/ranks/", "/dtlab/record/", "<frozen ", "<string>", "/typing_extensions.py")
 _C10D = ("/torch/distributed/distributed_c10d.py", "/torch/distributed/c10d_logger.py", "/torch/_ops.py")
 _C10D += ("/torch/utils/_contextlib.py", "/torch/distributed/_functional_collectives.py", "/torch/autograd/function.py")
 FILE, LINE, TEXT, IS_NAME, BRANCHES, FUNCTION = range(6)  # parts of a frame in a label
 NUM_FRAMES = 3
+_STANDARD_LIBRARY = sysconfig.get_path("stdlib")
 HISTORY = 64  # positions with different labels that are remembered for each peer and channel
 
 _same_calls = []  # names given with same_call, innermost last
@@ -49,8 +51,9 @@ def owner(filename):
         return PLUMBING
     if "/torch/" in filename:
         return TORCH
-    library = ("site-packages", "dist-packages", f"lib/python{sys.version_info.major}.")
-    return LIBRARY if any(part in filename for part in library) and "/dtlab/" not in filename else USERS
+    if "site-packages" in filename or "dist-packages" in filename:
+        return USERS if "/dtlab/" in filename else LIBRARY
+    return PLUMBING if filename.startswith(_STANDARD_LIBRARY) else USERS
 
 
 @dataclass(frozen=True)

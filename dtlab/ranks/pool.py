@@ -24,8 +24,8 @@ def launch(world_size, *, device="auto", guard=True, timeout=DEFAULT_TIMEOUT_S, 
     Args:
         world_size: number of ranks (count, >= 1). More ranks than cores is fine, they take turns.
         device: ``"auto"`` (NCCL where there is a GPU for each rank, else gloo on CPU), ``"cpu"`` or ``"cuda"``.
-        guard: stop all ranks, with both lines, where gloo would give wrong numbers or wait for ever. False: for timing.
-        timeout: seconds for which no rank may make progress while others wait; slow work is not counted. None: no limit.
+        guard: stop all ranks, with both lines, where gloo would give wrong numbers or wait for ever; False for timing.
+        timeout: seconds for which no rank may make progress while others wait; slow work not counted. None: no limit.
         share_gpu: several ranks on one GPU, through gloo.
 
     Returns:
@@ -248,7 +248,8 @@ class Ranks:
             list: what each rank returned, in rank order. Tensors are private copies on the CPU.
 
         Raises:
-            RankError: a rank failed; HangError: ranks waited for a call that never came; GuardError: see ``dtlab.ranks.guard``.
+            RankError: a rank failed; HangError: ranks waited for a call that never came; GuardError: the guard saw a
+                mistake, see ``dtlab.ranks.guard``.
             ConfigError: an argument, or a name that the function uses, cannot travel.
         """
         return self._call(fn, args, kwargs, ranks, timeout, self._context(guard=guard))

@@ -221,7 +221,8 @@ class CellRun:
         clean = not (self.failures or self.dead or self.stopped or self.interrupted)
         if clean:
             return ""
-        regroup = bool("sockets" in self._steps or (self.verdict and self.verdict[1])) or not is_settled(self.pool.board)
+        is_hanging = self.verdict is not None and self.verdict[1]
+        regroup = "sockets" in self._steps or is_hanging or not is_settled(self.pool.board)
         dead = self.pool.repair(sorted({*self.dead, *self.pool.gone()}), regroup)
         if not self.pool.alive:
             return "All ranks have ended: run the launch cell again."
