@@ -48,8 +48,10 @@ class Look:
 class Monitor:
     """Follows one cell on the board."""
 
-    def __init__(self, board, ranks, pids, limit_s):
+    def __init__(self, board, ranks, pids, limit_s, communicates=lambda rank: False):
         self.board, self.ranks, self.limit_s = board, list(ranks), limit_s
+        self._communicates = communicates  # asks a rank whether its main thread is inside torch's communication code
+        self._answers = {}  # rank -> (time, answer)
         self._pids, self._processes = pids, {}
         self._cpu_s = dict.fromkeys(ranks, 0.0)
         self._moved_at = dict.fromkeys(ranks, time.monotonic())  # last time a rank used the processor or issued a call
@@ -79,16 +81,27 @@ class Monitor:
         return call and Wait(call, self.board.missing(rank, call))
 
     def _wait_in_c(self, rank, never):
-        """The wait of a rank that does nothing while a collective of its own can no longer complete."""
+        """The wait of a rank that does nothing while a collective of its own can no longer complete.
+
+        That is so if a member has ended, or if the rank sits in torch's communication code and does not come back.
+        """
         if time.monotonic() - self._moved_at[rank] < QUIET_S:
             return None
-        for wait in self.open_calls(rank):
-            if any(m in never for m in wait.missing):
-                return wait
-        return None
+        opened = self.open_calls(rank)
+        hopeless = [w for w in opened if any(m in never for m in w.missing)]
+        if opened and not hopeless and self._sits_in_communication(rank):
+            return opened[0]
+        return hopeless[0] if hopeless else None
+
+    def _sits_in_communication(self, rank):
+        now = time.monotonic()
+        if rank not in self._answers or now - self._answers[rank][0] > QUIET_S:
+            self._answers[rank] = now, self._communicates(rank)
+        return self._answers[rank][1]
 
     def open_calls(self, rank):
         """Collectives that this rank has published and some member has not, oldest first."""
+        self.board.pump()
         reader = self.board.readers[rank]
         indices = sorted(i for (_, kind), i in reader.last.items() if kind == COLLECTIVE)
         waits = [self._wait(rank, i) for i in indices]

@@ -24,7 +24,7 @@ class CellRun:
         self.values, self.failures, self.stopped, self.dead = {}, {}, [], []
         self.order = []  # ranks in the order in which they failed
         self.waits = {}  # rank -> text of the call it was stopped in
-        self.monitor = Monitor(pool.board, self.ranks, pool.pids, limit_s)
+        self.monitor = Monitor(pool.board, self.ranks, pool.pids, limit_s, lambda rank: self._where(rank)[2])
         self.hang = None  # (stuck, look, limit_s) when a wait could not end
         self.interrupted = False
         self._stop_at, self._steps = None, set()
@@ -44,6 +44,8 @@ class CellRun:
                 selector.register(self.pool._raw[rank], selectors.EVENT_READ, ("raw", rank))
             self._collect(selector)
         self._drain_raw()
+        if not (self.failures or self.dead or self.stopped):
+            self._find_open_calls()
         kept = self._repair()
         self.relay.finish()
         if self.interrupted:
@@ -167,17 +169,23 @@ class CellRun:
         return False
 
     def _where(self, rank):
-        """``(place of the rank's main thread, whether it is importing)``."""
+        """``(place of the rank's main thread, is it importing, is it in torch's communication code)``."""
         control = self.pool._controls[rank]
         control.send("where")
         frame = control.receive(timeout=0.3)
-        return frame[0][1] if frame else (None, False)
+        return frame[0][1] if frame else (None, False, False)
 
     def _status(self, now):
         look = self.monitor.look(list(self.values), [])
         waits = [(rank, wait) for rank, wait in sorted(look.waits.items()) if wait.missing]
         parts = [f"rank {rank} waits in {wait.call.op} for {rank_list(wait.missing)}" for rank, wait in waits]
         return f"running for {now - self._started:.0f} s" + (": " + "; ".join(parts[:4]) if parts else "")
+
+    def _find_open_calls(self):
+        """A cell that ended well but for a call that some member never made: the next cell would meet it."""
+        stuck = {rank: waits[0] for rank in self.ranks if (waits := self.monitor.open_calls(rank))}
+        if stuck and self.hang is None:
+            self.hang, self.places = (stuck, self.monitor.look(self.ranks, []), None), {}
 
     # stop
 
@@ -214,8 +222,7 @@ class CellRun:
 
     def _repair(self):
         """Make the ranks usable again; a sentence on what that cost, empty if nothing."""
-        clean = not (self.failures or self.dead or self.stopped or self.interrupted)
-        if clean:
+        if not (self.failures or self.dead or self.stopped or self.interrupted or self.hang):
             return ""
         regroup = bool("sockets" in self._steps) or not is_settled(self.pool.board)
         dead = self.pool.repair(sorted({*self.dead, *self.pool.gone()}), regroup)
