@@ -21,6 +21,7 @@ from dtlab.data import batches, shard_batch, text_bytes
 from dtlab.models import GPT, GPTConfig, cross_entropy
 
 WORLD_SIZE = 4
+torch.set_num_threads(1)  # the model here is too small to gain from more
 print(dtlab.doctor())
 
 # %% [markdown]
@@ -215,7 +216,7 @@ print("variables:", [name for name in ("lesson", "t", "x") if name in globals()]
 
 # %% name="alone"
 config = GPTConfig(hidden_size=64, num_layers=2, num_heads=4, seq_length=64)
-text, BATCH_SIZE, STEPS = text_bytes(), 16, 40
+text, BATCH_SIZE, STEPS = text_bytes(), 16, 32
 
 def train_alone(steps, dtype=torch.float32):
     model = GPT(config, dtype=dtype)
