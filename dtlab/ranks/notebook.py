@@ -29,8 +29,14 @@ def _ranks_magic(line, cell):
     if pool is None:
         raise ConfigError("there are no ranks yet: run a cell with ranks = dtlab.launch(4) first")
     chosen, timeout = parse_line(line)
-    number = sys.modules["IPython"].get_ipython().execution_count
-    pool.run_cell(cell, f"cell [{number}]", chosen, timeout)
+    pool.run_cell("\n" + cell, f"cell [{_cell_number()}]", chosen, timeout)  # its first line is the magic's
+
+
+def _cell_number():
+    """The number in the prompt of the cell that runs."""
+    shell = sys.modules["IPython"].get_ipython()
+    numbers = getattr(shell.compile, "_filename_map", {})  # execution_count is one ahead in newer versions
+    return max(numbers.values(), default=shell.execution_count)
 
 
 def parse_line(line):

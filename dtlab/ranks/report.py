@@ -56,7 +56,7 @@ def failure(world_size, failures, root, stopped, waits, kept, hint=""):
         failures: rank -> description of its exception, or a text for a rank whose process died.
         root: the rank that failed first, the cause of the rest.
         stopped: ranks that were stopped because of it.
-        waits: rank -> text of the call it was in.
+        waits: rank -> where it was stopped.
         kept: sentence on what is left of the ranks' variables.
         hint: a cure that fits the error.
     """
@@ -89,8 +89,8 @@ def _same(a, b):
 def _where(stopped, waits):
     texts = {waits.get(r) for r in stopped}
     if len(texts) == 1 and None not in texts:
-        return f", in {texts.pop()}"
-    known = [f"rank {r} in {waits[r]}" for r in stopped if r in waits]
+        return f", {texts.pop()}"
+    known = [f"rank {r} {waits[r]}" for r in stopped if waits.get(r)]
     return f" ({'; '.join(known)})" if known else ""
 
 

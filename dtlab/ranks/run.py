@@ -23,7 +23,7 @@ class CellRun:
         self.relay = Relay(self.ranks)
         self.values, self.failures, self.stopped, self.dead = {}, {}, [], []
         self.order = []  # ranks in the order in which they failed
-        self.waits = {}  # rank -> text of the call it was stopped in
+        self.waits = {}  # rank -> where it was stopped: in a call, or at a line
         self.monitor = Monitor(pool.board, self.ranks, pool.pids, limit_s, lambda rank: self._where(rank)[2])
         self.hang = None  # (stuck, look, limit_s) when a wait could not end
         self.interrupted = False
@@ -96,6 +96,7 @@ class CellRun:
             self._take_value(rank, value)
         elif status == "stopped":
             self.stopped.append(rank)
+            self.waits[rank] = f"in {value['call']}" if value["call"] else place_of(value) or self.waits.get(rank)
         else:
             self._take_failure(rank, value)
 
@@ -199,9 +200,9 @@ class CellRun:
             return
         for rank in self.pending:
             if opened := self.monitor.open_calls(rank):
-                self.waits[rank] = str(opened[0].call)
+                self.waits[rank] = f"in {opened[0].call}"
         look = self.monitor.look(list(self.values), [*self.failures, *self.dead])
-        self.waits.update({r: str(w.call) for r, w in look.waits.items()})
+        self.waits.update({r: f"in {w.call}" for r, w in look.waits.items()})
         self._stop_at = time.monotonic()
         self.pool.board.poison(text)
         for rank in self.pending:
@@ -264,6 +265,11 @@ class CellRun:
             call = self.monitor.board.call(rank, max(reader.last.values())) if reader.last else None
             texts[rank] = f"its last call was {call}" if call else "it has made no call"
         return texts
+
+
+def place_of(failure):
+    """``at cell [3], line 4``: where an exception was raised, empty if in no code of the reader's."""
+    return "at {}, line {}".format(*failure["frames"][-1][:2]) if failure["frames"] else ""
 
 
 def is_settled(board):

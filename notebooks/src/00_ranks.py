@@ -37,7 +37,7 @@ print(dtlab.doctor())
 num_params, num_tokens, flops_per_s = 7.47e9, 150e9, 312e12 / 2
 one_device_s = 6 * num_params * num_tokens / flops_per_s
 for devices in (1, 64):
-    print(f"{devices:2} devices: {one_device_s / devices / 86400:5.1f} days")
+    print(f"days with {devices:2} A100: {one_device_s / devices / 86400:5.1f}")
 
 # %% [markdown]
 # Nobody waits that long, so many devices train one model together. The second line is the best that they can do: it
@@ -46,7 +46,7 @@ for devices in (1, 64):
 #
 # ## The idea
 #
-# A **rank** is one process of a group, and its number: 0, 1, 2, ... The **world size** $n$ is how many there are. All
+# A **rank** is one process of a group, and its number: 0, 1, 2, ... The world size $n$ is how many there are. All
 # ranks run the same program, each on its own data, each in its own memory. Nothing is shared. What one rank must know
 # from the others goes through a **collective**: a call that all of them make together. The one you meet most is
 # **all-reduce**. Rank $r$ brings a tensor $t_r$, and afterwards every rank holds the sum:
@@ -104,7 +104,7 @@ ranks.push(lesson="00")
 values
 
 # %% [markdown]
-# That is where everything lives now:
+# This is where everything lives now:
 
 # %% name="picture" tags=["picture"]
 on_ranks = [{"x": value, "lesson": "'00'"} for value in values]
@@ -212,7 +212,7 @@ print("variables:", [name for name in ("lesson", "t", "x") if name in globals()]
 #
 # Now train. The text is the Python reference manual that came with your Python, read as bytes. The model is a small
 # GPT that predicts the next byte. A fresh one gives each of the 256 bytes the same probability, so its loss is
-# $\ln 256$. One process first:
+# $\ln 256$ nats. One process first:
 
 # %% name="alone"
 config = GPTConfig(hidden_size=64, num_layers=2, num_heads=4, seq_length=64)
@@ -341,8 +341,9 @@ dtlab.reveal("00.2", f"{speed:.2f} times the speed of one process", right)
 assert speed < 2 * WORLD_SIZE
 
 # %% [markdown]
-# That is the speed of *this machine*, whose ranks share its cores and take turns. It says nothing about four GPUs. So
-# each number of this course is of one of three kinds, and says which:
+# That is the speed of *this machine*, whose ranks take turns on its cores, with a tiny model whose every
+# gradient waits for a call. It says nothing about four GPUs. So each number of this course is of one of three
+# kinds, and says which:
 #
 # - *exact here*: values, bytes, calls, order. The same on every machine;
 # - *replayed*: time on named hardware, computed from what was recorded;
@@ -382,7 +383,7 @@ dtlab.ledger("00", collectives_per_step=f"{calls} all_reduce")
 #
 # </details>
 #
-# The folded cell computes all three. It also ends the ranks; they would end with the notebook's kernel too.
+# The folded cell computes all three: run it when you have your own. It also ends the ranks, as closing the kernel does.
 
 # %% name="answers" tags=["exact", "folded"]
 def three_times():
