@@ -74,4 +74,7 @@ def main(argv=None):
 
 assert ranks  # imported for its rows
 if __name__ == "__main__":
-    sys.exit(main())
+    try:
+        sys.exit(main())
+    except KeyboardInterrupt:
+        sys.exit("interrupted; the engines have ended")
