@@ -78,7 +78,7 @@ def fails(timed):
 def interrupted(timed):
     """``interrupted(ranks, fault, function)``: interrupt a running cell after a while; the error it ends with."""
 
-    def run(ranks, fault, function, *args, after_s=0.7, times=1, promise_s=PROMISE_S):
+    def run(ranks, fault, function, *args, after_s=0.4, times=1, promise_s=PROMISE_S):
         interrupts = [threading.Timer(after_s + 0.2 * i, os.kill, (os.getpid(), signal.SIGINT)) for i in range(times)]
         for timer in interrupts:
             timer.start()
