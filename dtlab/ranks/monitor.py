@@ -4,6 +4,7 @@ A rank is *stuck* if it waits in a call that some rank will never publish: one t
 stuck itself. A rank that runs is never stuck, however long it computes. The verdict counts when two looks in a row
 see the same calls and the same waits.
 """
+import contextlib
 import time
 from dataclasses import dataclass, field
 
@@ -54,6 +55,7 @@ class Monitor:
         self._answers = {}  # rank -> (time, answer)
         self._pids, self._processes = pids, {}
         self._cpu_s = dict.fromkeys(ranks, 0.0)
+        self._children_s = {}  # rank -> processor seconds of the processes it has started
         self._moved_at = dict.fromkeys(ranks, time.monotonic())  # last time a rank used the processor or issued a call
         self._heads = {}
         self._checked_at = 0.0
@@ -123,9 +125,21 @@ class Monitor:
         self._checked_at = now
         for rank in self.ranks:
             head, cpu_s = self.board.state(rank)[1], self._cpu(rank)
-            if head != self._heads.get(rank) or (cpu_s > self._cpu_s[rank] + 0.02 and not self._is_waiting(rank)):
+            works = not self._is_waiting(rank) and (cpu_s > self._cpu_s[rank] + 0.02 or self._children_work(rank))
+            if head != self._heads.get(rank) or works:
                 self._moved_at[rank] = now
             self._heads[rank], self._cpu_s[rank] = head, cpu_s
+
+    def _children_work(self, rank):
+        """Whether processes of a quiet rank (data loaders, a download) have used the processor since the last look."""
+        quiet_s = time.monotonic() - self._moved_at[rank]
+        if self.limit_s is None or quiet_s < self.limit_s / 2 or rank not in self._processes:
+            return False
+        before, self._children_s[rank] = self._children_s.get(rank), 0.0
+        with contextlib.suppress(psutil.Error):
+            children = self._processes[rank].children(recursive=True)
+            self._children_s[rank] = sum(sum(c.cpu_times()[:2]) for c in children)
+        return before is not None and self._children_s[rank] > before + 0.02
 
     def _is_waiting(self, rank):
         return self.board.state(rank)[2] is not None

@@ -349,6 +349,8 @@ class Ranks:
 
     def _close(self):
         self.alive = False
+        if not self._nursery.alive and self._nursery.owner == os.getpid():
+            self._nursery.bury(self.pids.values())
         if self._nursery.alive and self._channels:
             self._nursery.kill(list(self._channels))
             for rank in list(self._channels):

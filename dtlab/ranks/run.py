@@ -80,6 +80,7 @@ class CellRun:
         channel = self.pool._channels[rank]
         for message, fds in channel.receive_ready():
             if message[0] == "output":
+                self.monitor.moved(rank)
                 self.relay.add(rank, *message[1:])
             elif message[0] == "done" and message[1] == self.number:
                 self._take_result(rank, message, fds)
@@ -127,6 +128,7 @@ class CellRun:
         except BlockingIOError:
             return True
         if data:
+            self.monitor.moved(rank)
             self.relay.add(rank, "stdout", data.decode(errors="replace"))
         return bool(data)
 

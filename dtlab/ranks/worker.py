@@ -109,7 +109,7 @@ class Worker:
         while True:
             frame = self.cells_channel.receive()
             if frame is None:
-                os._exit(0)
+                end_with_children()
             message, fds = frame
             getattr(self, "on_" + message[0])(*message[1:], fds=fds)
 
@@ -220,7 +220,7 @@ class Worker:
             frame = self.control_channel.receive(timeout=0.05 if self.stop_text is not None else None)
             if frame is None:
                 if self.control_channel.closed:
-                    os._exit(0)  # the notebook is gone
+                    end_with_children()  # the notebook is gone
             elif frame[0][0] in ("stop", "sockets"):
                 self._obey(*frame[0])
             elif frame[0][0] == "where":
@@ -301,6 +301,13 @@ def flush_c_streams():
     import ctypes
 
     ctypes.CDLL(None).fflush(None)
+
+
+def end_with_children():
+    """End this rank and the processes it has started."""
+    if os.getpgrp() == os.getpid():
+        os.killpg(0, signal.SIGKILL)
+    os._exit(0)
 
 
 def show(kind, data):
