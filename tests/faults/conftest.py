@@ -41,6 +41,11 @@ def _end():
 
 
 @pytest.fixture
+def reactions():
+    return REACTIONS
+
+
+@pytest.fixture
 def timed():
     """``timed(fault, action, promise_s)`` runs an action within its promise and notes how long it took."""
 
