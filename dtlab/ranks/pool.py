@@ -23,7 +23,7 @@ def launch(world_size, *, device="auto", timeout=DEFAULT_TIMEOUT_S, share_gpu=Fa
     Args:
         world_size: number of ranks (count, >= 1). More ranks than cores is fine, they take turns.
         device: ``"auto"`` (NCCL where there is a GPU for each rank, else gloo on CPU), ``"cpu"`` or ``"cuda"``.
-        timeout: seconds for which no rank may make progress while others wait; slow work is not counted. None: no limit.
+        timeout: seconds without progress of any rank while some wait; slow work does not count. None: no limit.
         share_gpu: several ranks on one GPU, through gloo.
 
     Returns:
