@@ -1,4 +1,5 @@
 """Engines as processes: started, asked in turn, ended; none outlives the benchmark."""
+import collections
 import contextlib
 import json
 import os
@@ -12,15 +13,21 @@ import threading
 import time
 import uuid
 
+from benchmarks.drivers import work
+
 ROOT = pathlib.Path(__file__).resolve().parents[1]
 NUM_RANKS = 4
 ANSWER_WITHIN_S = 180
-_MARK = "DTLAB_BENCH"
 _DRIVERS = {  # engine -> program and arguments
     "dtlab": ["on_dtlab.py", str(NUM_RANKS)],
     "ipyparallel": ["on_ipyparallel.py", str(NUM_RANKS)],
     "torch.multiprocessing.spawn": ["on_spawn.py", str(NUM_RANKS)],
     "torchrun": ["-m", "torch.distributed.run", "--standalone", f"--nproc-per-node={NUM_RANKS}", "on_torchrun.py"],
+}
+_AFTER_COLD_START = {  # what a fresh driver is asked, in this order
+    "dtlab": ["first_ddp", "pss"],
+    "ipyparallel": ["pss_before_ddp", "first_ddp", "pss", "pss_all"],
+    "torchrun": ["first_ddp"],
 }
 
 
@@ -28,16 +35,21 @@ class Driver:
     """One engine's notebook side: a program that answers commands. The constructor waits for its first result."""
 
     def __init__(self, engine, mark):
-        self.engine = engine
+        self.engine, self.mark = engine, f"{mark}-{engine}"
         self._log = tempfile.TemporaryFile("w+")
         paths = [str(ROOT), str(ROOT / "benchmarks" / "drivers"), os.environ.get("PYTHONPATH", "")]
-        quiet = {"OMP_NUM_THREADS": "1", "TORCH_CPP_LOG_LEVEL": "ERROR"}  # one thread for each rank, in all engines
-        loopback = {"GLOO_SOCKET_IFNAME": "lo0" if sys.platform == "darwin" else "lo"}
+        environ = {
+            work.MARK: self.mark,
+            "PYTHONPATH": os.pathsep.join(filter(None, paths)),
+            "GLOO_SOCKET_IFNAME": "lo0" if sys.platform == "darwin" else "lo",
+            "OMP_NUM_THREADS": "1",  # one thread for each rank, in all engines
+            "TORCH_CPP_LOG_LEVEL": "ERROR",
+        }
         started = time.perf_counter()
         self.process = subprocess.Popen(
             [sys.executable, *_DRIVERS[engine]],
             cwd=ROOT / "benchmarks" / "drivers",
-            env={**os.environ, **quiet, **loopback, "PYTHONPATH": os.pathsep.join(filter(None, paths)), _MARK: mark},
+            env={**os.environ, **environ},
             stdin=subprocess.PIPE,
             stdout=subprocess.PIPE,
             stderr=self._log,
@@ -85,7 +97,15 @@ class Driver:
         except subprocess.TimeoutExpired:
             self.process.kill()
             self.process.wait()
+        kill_marked(self.mark)
         self._log.close()
+
+
+def kill_marked(mark):
+    """Kill what drivers with this mark have started and left."""
+    for pid in work.pids_started(mark):
+        with contextlib.suppress(OSError):
+            os.kill(pid, signal.SIGKILL)
 
 
 class Bench:
@@ -95,26 +115,15 @@ class Bench:
         self.quick = quick
         self.mark = uuid.uuid4().hex
         self._drivers = {}
-        self._cold = {}
+        self._cold = collections.defaultdict(lambda: collections.defaultdict(list))
+        self.broken = {}  # engine -> what happened; it is asked no more
 
     def __enter__(self):
         return self
 
     def __exit__(self, *_):
-        for driver in self._drivers.values():
-            driver.close()
-        for pid in self.left_over():
-            with contextlib.suppress(OSError):
-                os.kill(pid, signal.SIGKILL)
-
-    def left_over(self):
-        """Pids of processes that engines have started and that still run."""
-        found = []
-        for folder in pathlib.Path("/proc").glob("[0-9]*"):
-            with contextlib.suppress(OSError):
-                if f"{_MARK}={self.mark}".encode() in (folder / "environ").read_bytes().split(b"\0"):
-                    found.append(int(folder.name))
-        return found
+        self._close_drivers()
+        kill_marked(self.mark)
 
     def driver(self, engine):
         """The engine's driver, started when first asked for."""
@@ -122,46 +131,66 @@ class Bench:
             self._drivers[engine] = Driver(engine, self.mark)
         return self._drivers[engine]
 
-    def in_turn(self, command, engines, rounds, times=1, before=()):
-        """Samples of one command by engine: in each round every engine is asked once, for ``times`` samples.
+    def in_turn(self, questions, rounds, times=1, before=()):
+        """Samples by name; in each round everybody is asked once, for ``times`` samples.
 
         Args:
-            engines: engine -> command, or a list of engines that all know ``command``.
-            before: a command and its numbers, once for each engine.
+            questions: name -> (engine, command).
+            before: a command with its numbers that every engine runs first.
         """
-        for engine in engines:
-            if before:
-                self.driver(engine).ask(*before)
-            self.driver(engine)
-        samples = {engine: [] for engine in engines}
+        for engine in _engines(questions):
+            self._attempt(engine, lambda driver: before and driver.ask(*before))
+        samples = {name: [] for name in questions}
         for number in range(1 if self.quick else rounds):
-            for engine in _rotated(engines, number):
+            for name in _rotated(questions, number):
+                engine, command = questions[name]
                 time.sleep(0.1)  # what the engine before still does in the background is not ours
-                samples[engine] += self.driver(engine).ask(command, min(times, 5) if self.quick else times)
+                count = min(times, 5) if self.quick else times
+                samples[name] += self._attempt(engine, lambda driver: driver.ask(command, count)) or []  # noqa: B023
         return samples
 
-    def cold(self, engines, rounds=5):
-        """Fresh starts in turn, each alone: ``{engine: {"cold_start": [...], "first_ddp": [...], "pss": [...]}}``."""
-        new = [engine for engine in engines if engine not in self._cold]
-        for engine in new:
-            self._cold[engine] = {"cold_start": [], "first_ddp": [], "pss": []}
+    def _attempt(self, engine, action):
+        """What ``action`` returns for the engine's driver; None if the engine is broken, or breaks now."""
+        try:
+            return None if engine in self.broken else action(self.driver(engine))
+        except (RuntimeError, OSError, subprocess.SubprocessError) as error:
+            self.broken[engine] = str(error)
+            if engine in self._drivers:
+                self._drivers.pop(engine).close()
+
+    def cold(self, questions, rounds=5):
+        """Samples by name, from fresh starts in turn, each alone; all questions about an engine share its starts.
+
+        Args:
+            questions: name -> (engine, what); what is ``cold_start`` or one of _AFTER_COLD_START.
+        """
+        new = [engine for engine in _engines(questions) if engine not in self._cold]
+        if new:
+            self._close_drivers()
         for number in range(1 if self.quick else rounds):
             for engine in _rotated(new, number):
-                self._start_cold(engine)
-        return self._cold
+                self._attempt(engine, self._start_cold)
+                self._close_drivers()
+        found = {name: self._cold[engine][what] for name, (engine, what) in questions.items()}
+        return {name: [x for x in samples if x is not None] for name, samples in found.items()}
 
-    def _start_cold(self, engine):
-        driver, found = Driver(engine, self.mark), self._cold[engine]
-        try:
-            found["cold_start"].append(driver.cold_start_s)
-            if engine != "torchrun":  # its ranks have gone on to DDP()
-                found["pss"].append(driver.ask("pss"))
-            found["first_ddp"].append(driver.ask("first_ddp"))
-        finally:
-            driver.close()
+    def _start_cold(self, driver):
+        found = self._cold[driver.engine]
+        found["cold_start"].append(driver.cold_start_s)
+        for question in _AFTER_COLD_START[driver.engine]:
+            found[question].append(driver.ask(question))
+        found["cold_start_and_ddp"].append(driver.cold_start_s + found["first_ddp"][-1])
+
+    def _close_drivers(self):
+        while self._drivers:
+            self._drivers.popitem()[1].close()
 
 
-def _rotated(engines, by):
-    engines = list(engines)
-    by %= max(1, len(engines))
-    return engines[by:] + engines[:by]
+def _engines(questions):
+    return list(dict.fromkeys(engine for engine, _ in questions.values()))
+
+
+def _rotated(names, by):
+    names = list(names)
+    by %= max(1, len(names))
+    return names[by:] + names[:by]

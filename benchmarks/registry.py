@@ -1,8 +1,8 @@
 """What is measured: a row for each figure. A lesson adds its own with ``@row`` in a module that run.py imports."""
 import importlib.util
 import operator
+from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Callable
 
 ROWS = {}  # name -> Row, in the order of the table
 _PACKAGES = {"ipyparallel": "ipyparallel"}  # peer -> module; those that come with torch are always there

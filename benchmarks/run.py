@@ -35,14 +35,10 @@ def conditions():
 
 
 def measure(row, bench):
-    """The lines of one row, one for each peer; and what went wrong, or None."""
+    """The lines of one row, one for each peer."""
     missing = {peer: registry.missing_package(peer) for peer in row.peers}
-    samples, trouble = {}, None
-    try:
-        samples = row.measure(bench, [peer for peer in row.peers if not missing[peer]])
-    except (RuntimeError, OSError) as error:
-        trouble = f"{row.name}: {error}"
-    return [table.line(row, peer, samples, missing[peer]) for peer in row.peers], trouble
+    samples = row.measure(bench, [peer for peer in row.peers if not missing[peer]])
+    return [table.line(row, peer, samples, missing[peer]) for peer in row.peers]
 
 
 def chosen_rows(names):
@@ -56,28 +52,29 @@ def chosen_rows(names):
 def main(argv=None):
     """Measure and print; 1 only if an engine broke."""
     parser = argparse.ArgumentParser(prog="make bench", description=__doc__.splitlines()[0])
-    parser.add_argument("--only", action="append", default=[], metavar="ROW", help="one of: " + ", ".join(registry.ROWS))
-    parser.add_argument("--quick", action="store_true", help="one round of each: shows that it works, not how fast it is")
+    parser.add_argument("--only", action="append", default=[], metavar="ROW", help=", ".join(registry.ROWS))
+    parser.add_argument("--quick", action="store_true", help="one round: shows that it works, not how fast")
     args = parser.parse_args(argv)
     rows = chosen_rows(args.only)
     signal.signal(signal.SIGTERM, lambda *_: sys.exit(143))  # so that engines are ended
     print(conditions(), flush=True)
-    lines, troubles, started = [], [], time.monotonic()
+    lines, started = [], time.monotonic()
     with Bench(args.quick) as bench:
         for row in rows:
             print(f"  {row.name} ...", file=sys.stderr, flush=True)
-            found, trouble = measure(row, bench)
-            lines += found
-            troubles += [trouble] if trouble else []
+            lines += measure(row, bench)
     print("\n" + table.text(lines) + "\n")
     print(f"medians [lowest-highest]; {time.monotonic() - started:.0f} s; load {os.getloadavg()[0]:.1f} at the end")
     if args.quick:
         print("--quick: one round only; these are not figures to quote")
-    for trouble in troubles:
-        print(trouble, file=sys.stderr)
-    return 1 if troubles else 0
+    for engine, trouble in bench.broken.items():
+        print(f"{engine} broke: {trouble}", file=sys.stderr)
+    return 1 if bench.broken else 0
 
 
 assert ranks  # imported for its rows
 if __name__ == "__main__":
-    sys.exit(main())
+    try:
+        sys.exit(main())
+    except KeyboardInterrupt:
+        sys.exit("interrupted; the engines have ended")

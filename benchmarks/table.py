@@ -1,15 +1,23 @@
 """The table's arithmetic and its text. Nothing here measures."""
 import statistics
 
+from benchmarks.registry import times_faster
+
 HEAD = ("what", "dtlab", "peer", "peer's", "ratio", "reach", "met")
-_SCALE = {"s": (1, "s"), "ms": (1e3, "ms"), "MiB": (2**-20, "MiB")}  # samples are in seconds and bytes
+_UNITS = {"s": ((1, "s"), (1e3, "ms")), "MiB": ((2**-20, "MiB"),)}  # of samples in seconds and bytes
 
 
 def figure(samples, unit):
-    """Median, and lowest and highest in brackets: ``"0.12 s [0.10-0.31]"``."""
-    scale, name = _SCALE[unit]
-    median, low, high = (scale * x for x in (statistics.median(samples), min(samples), max(samples)))
-    return f"{median:.3g} {name} [{low:.3g}-{high:.3g}]"
+    """Median, and lowest and highest in brackets: ``"0.12 s [0.10-0.31]"``; below a tenth of a second in ms."""
+    numbers = statistics.median(samples), min(samples), max(samples)
+    scale, name = _UNITS[unit][0 if unit != "s" or numbers[0] >= 0.1 else 1]
+    median, low, high = (_digits(scale * x) for x in numbers)
+    return f"{median} {name} [{low}-{high}]"
+
+
+def _digits(number):
+    """Three digits, never an exponent."""
+    return f"{number:.0f}" if abs(number) >= 100 else f"{number:.3g}"
 
 
 def line(row, peer, samples, missing=None):
@@ -27,9 +35,9 @@ def line(row, peer, samples, missing=None):
     if not samples.get(peer) or not samples.get("dtlab"):
         return row.what, ours, peer, "not measured", "-", said, "-"
     mine, other = statistics.median(samples["dtlab"]), statistics.median(samples[peer])
-    ratio = (reach.ratio if reach else lambda a, b: b / a)(mine, other)
+    ratio = (reach or next(filter(None, row.peers.values()), times_faster(1))).ratio(mine, other)
     met = "-" if reach is None else "yes" if reach.is_met(mine, other) else "no"
-    return row.what, ours, peer, figure(samples[peer], row.unit), f"{ratio:.3g}x", said, met
+    return row.what, ours, peer, figure(samples[peer], row.unit), f"{_digits(ratio)}x", said, met
 
 
 def text(lines):

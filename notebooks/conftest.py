@@ -5,10 +5,12 @@ Here each cell's own reply must be "ok" ("error" where the cell is tagged raises
 UsageError, and a last test per lesson counts: as many cells ran as the lesson has code cells.
 """
 import os
+from collections import Counter
 from pathlib import Path
+from unittest import mock
 
 import pytest
-from nbval.plugin import IPyNbCell, IPyNbFile
+from nbval.plugin import IPyNbCell
 
 COURSE = Path(__file__).resolve().parents[1]
 
@@ -19,23 +21,30 @@ def pytest_configure(config):
     option.nbval_lax, option.nbval_current_env = True, True
     option.nbval_cell_timeout = min(option.nbval_cell_timeout, 120)
     option.nbval_sanitize_with = option.nbval_sanitize_with or str(Path(__file__).with_name("nbval.cfg"))
-    os.environ["DTLAB_HEADLESS"] = "1"
-    os.environ["PYTHONPATH"] = os.pathsep.join(filter(None, [str(COURSE), os.environ.get("PYTHONPATH")]))
 
 
 def pytest_collection_modifyitems(items):
     """Mark the cells, and put the count behind the last cell of every lesson that is run as a whole."""
+    chosen = Counter(item.parent for item in items if isinstance(item, IPyNbCell))
     proved = []
-    for position, item in enumerate(items):
+    for item in items:
         proved.append(item)
         if not isinstance(item, IPyNbCell):
             continue
         item.add_marker("notebook")
-        following = items[position + 1] if position + 1 < len(items) else None
-        if getattr(following, "parent", None) is not item.parent:
+        cells = len(_code_cells(item.parent))
+        if chosen[item.parent] == cells and item.cell_num == cells - 1:
             proved.append(EveryCellRan.from_parent(item.parent, name="every cell ran"))
             proved[-1].add_marker("notebook")
     items[:] = proved
+
+
+@pytest.hookimpl(wrapper=True)
+def pytest_runtest_setup(item):
+    """Let the lesson's kernel start headless and with this checkout's dtlab."""
+    paths = os.pathsep.join(filter(None, [str(COURSE), os.environ.get("PYTHONPATH")]))
+    with mock.patch.dict(os.environ, DTLAB_HEADLESS="1", PYTHONPATH=paths):
+        return (yield)
 
 
 @pytest.hookimpl(wrapper=True)
@@ -71,15 +80,16 @@ def _require_ran(item, replies):
         item.raise_cell_error(f"Cell did not run: {printed.strip()}")
 
 
+def _code_cells(lesson):
+    return [cell for cell in lesson.nb.cells if cell.cell_type == "code"]
+
+
 class EveryCellRan(pytest.Item):
     """Counts the cells of one lesson that ran against the code cells it has."""
 
     def runtest(self):
-        lesson = self.parent
-        assert isinstance(lesson, IPyNbFile)
-        cells = [cell for cell in lesson.nb.cells if cell.cell_type == "code"]
-        ran = getattr(lesson, "cells_that_ran", 0)
-        assert ran == len(cells), f"{ran} of {len(cells)} code cells of {lesson.path.name} ran as they should"
+        cells, ran = len(_code_cells(self.parent)), getattr(self.parent, "cells_that_ran", 0)
+        assert ran == cells, f"{ran} of {cells} code cells of {self.parent.path.name} ran as they should"
 
     def repr_failure(self, excinfo):
         return str(excinfo.value)

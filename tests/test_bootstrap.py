@@ -406,6 +406,12 @@ def test_doctor_and_reset_install_nothing(clone, monkeypatch, capsys):
     assert clone.calls() == [] and "dtlab doctor:" in capsys.readouterr().out
 
 
+def test_output_that_nobody_reads_on_is_no_error(tmp_path):
+    command = f"{sys.executable} -m dtlab doctor 2>{tmp_path / 'err'} | true"
+    subprocess.run(["sh", "-c", command], cwd=COURSE, env={**os.environ, "PATH": "/usr/bin:/bin"}, check=True)
+    assert (tmp_path / "err").read_text() == ""
+
+
 def test_reset_without_a_lesson_says_what_it_needs(clone, capsys):
     assert "for example: dtlab reset 00" in one_sentence(capsys, clone, ["reset"])
 

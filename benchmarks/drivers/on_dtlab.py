@@ -1,10 +1,10 @@
 """dtlab's ranks, driven from a plain program."""
 import sys
 
-import dtlab
-import psutil
 import talk
 import work
+
+import dtlab
 
 num_ranks = int(sys.argv[1])
 ranks = dtlab.launch(num_ranks)
@@ -19,7 +19,7 @@ def first_ddp():
 
 def pss():
     """Zygote and ranks: the zygote's share is counted."""
-    return work.pss_per_rank([p.pid for p in psutil.Process().children(recursive=True)], num_ranks)
+    return work.pss_per_rank(work.all_pids(), num_ranks)
 
 
 def relaunch():

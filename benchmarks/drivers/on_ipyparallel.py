@@ -2,6 +2,7 @@
 import os
 import sys
 import tempfile
+import time
 
 import ipyparallel
 import talk
@@ -16,7 +17,7 @@ client = cluster.start_and_connect_sync(activate=False)
 
 def join():
     """Engines join one group; their pids."""
-    store = tempfile.mktemp(dir=folder.name)
+    store = os.path.join(folder.name, f"store-{time.monotonic()}")
     waits = [client[i].apply_async(work.join, rank, num_ranks, store) for rank, i in enumerate(client.ids)]
     return [wait.get() for wait in waits]
 
@@ -52,7 +53,9 @@ try:
     talk.say(value=True)
     talk.serve(
         first_ddp=lambda: max(client[:].apply_sync(work.first_ddp)),
-        pss=lambda: work.pss_per_rank(pids, num_ranks),  # its controller and its nannies are not counted
+        pss_before_ddp=lambda: work.pss_per_rank(pids, num_ranks),
+        pss=lambda: work.pss_per_rank(pids, num_ranks),  # engines alone
+        pss_all=lambda: work.pss_per_rank(work.all_pids(), num_ranks),  # with controller and nannies
         relaunch=lambda times: talk.time_calls(relaunch, times),
         empty_cell=lambda times: talk.time_calls(lambda: client[:].execute("", block=True), times),
         make_tensor=make_tensor,

@@ -2,6 +2,8 @@
 import os
 import time
 
+MARK = "DTLAB_BENCH"  # environment variable of a driver and of all that it starts
+
 
 def join(rank, world_size, store):
     """Join a gloo group over a store file."""
@@ -41,6 +43,24 @@ def make_tensor(num_bytes):
 def read_tensor(tensor):
     """Read one number of every 4 KiB page: a tensor that is mapped but not there yet is not back."""
     return tensor[::1024].sum().item()
+
+
+def pids_started(mark):
+    """Pids of living processes whose environment carries this mark: drivers and what they have started."""
+    entry, found = f"{MARK}={mark}".encode(), []
+    for name in filter(str.isdigit, os.listdir("/proc") if os.path.isdir("/proc") else ()):
+        try:
+            with open(f"/proc/{name}/environ", "rb") as file:
+                if any(variable.startswith(entry) for variable in file.read().split(b"\0")):
+                    found.append(int(name))
+        except OSError:  # not ours, or just ended
+            continue
+    return found
+
+
+def all_pids():
+    """Pids of everything that this driver has started."""
+    return [pid for pid in pids_started(os.environ[MARK]) if pid != os.getpid()]
 
 
 def pss_bytes(pid):

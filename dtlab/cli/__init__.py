@@ -6,6 +6,7 @@ Until the environment is there, nothing but the standard library is imported.
 import argparse
 import errno
 import importlib
+import os
 import sys
 
 from dtlab.cli import bootstrap
@@ -38,13 +39,18 @@ def main(argv=None) -> int:
         python = bootstrap.prepare(_extra(command, rest, extra))
         if not bootstrap.is_current(python):
             return bootstrap.hand_over(python, argv)
-        return importlib.import_module(module).main(rest) or 0
+        code = importlib.import_module(module).main(rest) or 0
+        sys.stdout.flush()
+        return code
     except (bootstrap.SetupError, DtlabError) as problem:
         print(f"dtlab: {problem}", file=sys.stderr)
         return 1
     except KeyboardInterrupt:
         print("dtlab: stopped", file=sys.stderr)
         return 130
+    except BrokenPipeError:  # the reader of our output has seen enough: dtlab doctor | head
+        os.dup2(os.open(os.devnull, os.O_WRONLY), 1)
+        return 141
     except OSError as problem:
         if problem.errno != errno.ENOSPC:
             raise

@@ -123,7 +123,7 @@ def _pip_or_explain(python, args, log):
 def _pip(python, args, log):
     """``(exit code, error text)`` of ``pip install``; progress is seen in a terminal, the log gets the rest."""
     seen = sys.stdout.isatty()
-    env = {**os.environ, "PIP_USER": "0", "PIP_DISABLE_PIP_VERSION_CHECK": "1", "PIP_NO_INPUT": "1"}
+    env = {"PIP_RETRIES": "2", **os.environ, "PIP_USER": "0", "PIP_DISABLE_PIP_VERSION_CHECK": "1", "PIP_NO_INPUT": "1"}
     command = [str(python), "-m", "pip", "install", *args]
     with open(log, "ab") as out:
         reply = subprocess.run(

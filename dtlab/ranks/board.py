@@ -51,14 +51,18 @@ class Call:
     label: str = ""
 
     def __str__(self):
-        name = self.op
-        if self.kind == SEND:
-            name += f" to rank {self.peer}"
-        elif self.kind == RECV:
-            name += f" from rank {self.peer}"
-        elif self.kind == RECV_ANY:
-            name += " from any rank"
-        return f"{name}({self.what}) at {self.where}" if self.what else f"{name} at {self.where}"
+        return call_text(self.op, self.kind, self.peer, self.what, self.where)
+
+
+def call_text(op, kind, peer, what, where):
+    """A call in messages.
+
+    Example:
+        >>> call_text("send", SEND, 1, "4 float32", "cell [3], line 2")
+        'send to rank 1(4 float32) at cell [3], line 2'
+    """
+    ends = {COLLECTIVE: "", SEND: f" to rank {peer}", RECV: f" from rank {peer}", RECV_ANY: " from any rank"}
+    return f"{op}{ends[kind]}" + (f"({what})" if what else "") + f" at {where}"
 
 
 def board_bytes(world_size):

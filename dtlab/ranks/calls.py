@@ -21,7 +21,7 @@ from torch.distributed import distributed_c10d
 
 from dtlab.errors import ConfigError
 from dtlab.ranks import guard_buffers
-from dtlab.ranks.board import ANY, COLLECTIVE, RECV, RECV_ANY, SEND, rank_list
+from dtlab.ranks.board import ANY, COLLECTIVE, RECV, RECV_ANY, SEND, call_text, rank_list
 from dtlab.ranks.guard import Guard, Operands
 from dtlab.ranks.guard_order import here
 
@@ -44,7 +44,14 @@ _SKIPPED_FILES = ("/torch/", "/dtlab/ranks/", "/dtlab/record/", "<frozen ", "/co
 
 
 class Stopped(BaseException):
-    """Raised inside a rank's code to stop it. Not an Exception, so that ``except Exception`` does not swallow it."""
+    """Raised inside a rank's code to stop it. Not an Exception, so that ``except Exception`` does not swallow it.
+
+    ``call`` is the text of the communication call it was stopped in, empty elsewhere.
+    """
+
+    def __init__(self, text, call=""):
+        super().__init__(text)
+        self.call = call
 
 
 class Publisher:
@@ -78,7 +85,7 @@ class Publisher:
         if absent:
             raise ConfigError(absent_text(op, absent, members, self.present))
         if self.board.poisoned:
-            raise Stopped(self.board.poison_text())
+            raise Stopped(self.board.poison_text(), call_text(op, kind, peer, what, where))
         if kind == COLLECTIVE:  # unguarded, another collective on a peer is not the matching call
             channel = _number(key if self.guard.on else f"{key}|{_FAMILY.get(op, op)}")
         else:
@@ -124,7 +131,7 @@ class Publisher:
             pause = 2e-5
             while self._closed(call) and not (work is not None and work.is_completed()):
                 if self.board.poisoned:
-                    raise Stopped(self.board.poison_text())
+                    raise Stopped(self.board.poison_text(), str(call))
                 if deadline is not None and time.monotonic() > deadline:
                     return  # torch's own wait reports the time-out the caller asked for
                 time.sleep(pause)

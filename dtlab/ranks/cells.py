@@ -130,7 +130,7 @@ def describe_error(error):
         "message": message if len(message) < 5000 else message[:5000] + " ...",
         "frames": [(calls.label_of(f.filename), f.lineno, f.name, f.line) for f in own + deepest],
         "traceback": "".join(traceback.format_exception(error)),
-        "stopped": isinstance(error, calls.Stopped),
+        "call": getattr(error, "call", ""),
         "lost_peer": isinstance(error, RuntimeError) and any(text in message for text in _LOST),
         "name": getattr(error, "name", None) if isinstance(error, NameError) else None,
     }

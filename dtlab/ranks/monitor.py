@@ -4,6 +4,7 @@ A rank is *stuck* if it waits in a call that some rank will never publish: one t
 stuck itself. A rank that runs is never stuck, however long it computes. The verdict counts when two looks in a row
 see the same calls and the same waits.
 """
+import contextlib
 import time
 from dataclasses import dataclass, field
 
@@ -48,10 +49,13 @@ class Look:
 class Monitor:
     """Follows one cell on the board."""
 
-    def __init__(self, board, ranks, pids, limit_s):
+    def __init__(self, board, ranks, pids, limit_s, communicates=lambda rank: False):
         self.board, self.ranks, self.limit_s = board, list(ranks), limit_s
+        self._communicates = communicates  # asks a rank whether its main thread is inside torch's communication code
+        self._answers = {}  # rank -> (time, answer)
         self._pids, self._processes = pids, {}
         self._cpu_s = dict.fromkeys(ranks, 0.0)
+        self._children_s = {}  # rank -> processor seconds of the processes it has started
         self._moved_at = dict.fromkeys(ranks, time.monotonic())  # last time a rank used the processor or issued a call
         self._heads = {}
         self._checked_at = 0.0
@@ -79,16 +83,27 @@ class Monitor:
         return call and Wait(call, self.board.missing(rank, call))
 
     def _wait_in_c(self, rank, never):
-        """The wait of a rank that does nothing while a collective of its own can no longer complete."""
+        """The wait of a rank that does nothing while a collective of its own can no longer complete.
+
+        That is so if a member has ended, or if the rank sits in torch's communication code and does not come back.
+        """
         if time.monotonic() - self._moved_at[rank] < QUIET_S:
             return None
-        for wait in self.open_calls(rank):
-            if any(m in never for m in wait.missing):
-                return wait
-        return None
+        opened = self.open_calls(rank)
+        hopeless = [w for w in opened if any(m in never for m in w.missing)]
+        if opened and not hopeless and self._sits_in_communication(rank):
+            return opened[0]
+        return hopeless[0] if hopeless else None
+
+    def _sits_in_communication(self, rank):
+        now = time.monotonic()
+        if rank not in self._answers or now - self._answers[rank][0] > QUIET_S:
+            self._answers[rank] = now, self._communicates(rank)
+        return self._answers[rank][1]
 
     def open_calls(self, rank):
         """Collectives that this rank has published and some member has not, oldest first."""
+        self.board.pump()
         reader = self.board.readers[rank]
         indices = sorted(i for (_, kind), i in reader.last.items() if kind == COLLECTIVE)
         waits = [self._wait(rank, i) for i in indices]
@@ -110,9 +125,21 @@ class Monitor:
         self._checked_at = now
         for rank in self.ranks:
             head, cpu_s = self.board.state(rank)[1], self._cpu(rank)
-            if head != self._heads.get(rank) or (cpu_s > self._cpu_s[rank] + 0.02 and not self._is_waiting(rank)):
+            works = not self._is_waiting(rank) and (cpu_s > self._cpu_s[rank] + 0.02 or self._children_work(rank))
+            if head != self._heads.get(rank) or works:
                 self._moved_at[rank] = now
             self._heads[rank], self._cpu_s[rank] = head, cpu_s
+
+    def _children_work(self, rank):
+        """Whether processes of a quiet rank (data loaders, a download) have used the processor since the last look."""
+        quiet_s = time.monotonic() - self._moved_at[rank]
+        if self.limit_s is None or quiet_s < self.limit_s / 2 or rank not in self._processes:
+            return False
+        before, self._children_s[rank] = self._children_s.get(rank), 0.0
+        with contextlib.suppress(psutil.Error):
+            children = self._processes[rank].children(recursive=True)
+            self._children_s[rank] = sum(sum(c.cpu_times()[:2]) for c in children)
+        return before is not None and self._children_s[rank] > before + 0.02
 
     def _is_waiting(self, rank):
         return self.board.state(rank)[2] is not None

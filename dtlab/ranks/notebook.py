@@ -29,10 +29,17 @@ def _ranks_magic(line, cell):
     if pool is None:
         raise ConfigError("there are no ranks yet: run a cell with ranks = dtlab.launch(4) first")
     chosen, timeout, record = parse_line(line)
-    shell = sys.modules["IPython"].get_ipython()
-    recording = pool.run_cell(cell, f"cell [{shell.execution_count}]", chosen, timeout, record=bool(record))
+    label = f"cell [{_cell_number()}]"
+    recording = pool.run_cell("\n" + cell, label, chosen, timeout, record=bool(record))  # line 1 is the magic's
     if record:
-        shell.user_ns[record] = recording
+        sys.modules["IPython"].get_ipython().user_ns[record] = recording
+
+
+def _cell_number():
+    """The number in the prompt of the cell that runs."""
+    shell = sys.modules["IPython"].get_ipython()
+    numbers = getattr(shell.compile, "_filename_map", {})  # execution_count is one ahead in newer versions
+    return max(numbers.values(), default=shell.execution_count)
 
 
 def parse_line(line):

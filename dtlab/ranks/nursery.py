@@ -118,6 +118,13 @@ class Nursery:
         """Kill ranks and what they started."""
         self.channel.send("kill", list(pids))
 
+    @staticmethod
+    def bury(pids):
+        """End what ranks have started, when the zygote, who would do it, is gone."""
+        for pid in pids:
+            with contextlib.suppress(OSError):
+                os.killpg(pid, signal.SIGKILL)
+
     def close(self):
         """End the zygote and all its ranks."""
         if self.owner != os.getpid():

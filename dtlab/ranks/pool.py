@@ -25,7 +25,7 @@ def launch(world_size, *, device="auto", guard=True, timeout=DEFAULT_TIMEOUT_S, 
         world_size: number of ranks (count, >= 1). More ranks than cores is fine, they take turns.
         device: ``"auto"`` (NCCL where there is a GPU for each rank, else gloo on CPU), ``"cpu"`` or ``"cuda"``.
         guard: stop all ranks, with both lines, where gloo would give wrong numbers or wait for ever; False for timing.
-        timeout: seconds for which no rank may make progress while others wait; slow work not counted. None: no limit.
+        timeout: seconds without progress of any rank while some wait; slow work does not count. None: no limit.
         share_gpu: several ranks on one GPU, through gloo.
 
     Returns:
@@ -376,6 +376,8 @@ class Ranks:
 
     def _close(self):
         self.alive = False
+        if not self._nursery.alive and self._nursery.owner == os.getpid():
+            self._nursery.bury(self.pids.values())
         if self._nursery.alive and self._channels:
             self.kill(self._channels)
             for rank in list(self._channels):

@@ -56,7 +56,7 @@ def failure(world_size, failures, root, stopped, waits, kept, hint=""):
         failures: rank -> description of its exception, or a text for a rank whose process died.
         root: the rank that failed first, the cause of the rest.
         stopped: ranks that were stopped because of it.
-        waits: rank -> text of the call it was in.
+        waits: rank -> where it was stopped.
         kept: sentence on what is left of the ranks' variables.
         hint: a cure that fits the error.
     """
@@ -89,8 +89,8 @@ def _same(a, b):
 def _where(stopped, waits):
     texts = {waits.get(r) for r in stopped}
     if len(texts) == 1 and None not in texts:
-        return f", in {texts.pop()}"
-    known = [f"rank {r} in {waits[r]}" for r in stopped if r in waits]
+        return f", {texts.pop()}"
+    known = [f"rank {r} {waits[r]}" for r in stopped if waits.get(r)]
     return f" ({'; '.join(known)})" if known else ""
 
 
@@ -106,10 +106,11 @@ def hang(stuck, look, last_calls, places, kept, limit_s=None):
         limit_s: the time limit if that ended the wait.
     """
     missing = sorted({m for w in stuck.values() for m in w.missing if m not in stuck})
-    lines = [_headline(stuck, missing, limit_s)]
+    over = set(stuck) <= set(look.ended)  # nobody waits: the cell has ended and left calls open
+    lines = [_headline(stuck, missing, limit_s, over)]
     for wait, ranks in _grouped(stuck):
-        waits = "waits" if len(ranks) == 1 else "wait"
-        lines.append(f"  {rank_list(ranks)} {waits} in {wait.call}, for {rank_list(wait.missing)}")
+        does = "started" if over else "waits in" if len(ranks) == 1 else "wait in"
+        lines.append(f"  {rank_list(ranks)} {does} {wait.call}" + ("" if over else f", for {rank_list(wait.missing)}"))
     for rank in missing:
         doing = "is not part of this cell"
         if rank in look.failed:
@@ -134,13 +135,15 @@ def guarded(verdict, kept):
     return GuardError("\n".join([text, *([kept] if kept else [])]), rank=rank, cause="guard")
 
 
-def _headline(stuck, missing, limit_s):
+def _headline(stuck, missing, limit_s, over):
     ops = sorted({w.call.op for w in stuck.values()})
     if limit_s is not None:
         return f"no rank made progress for {limit_s:g} s while {rank_list(stuck)} waited in {' and '.join(ops)}"
+    if over and not missing:
+        return f"{rank_list(stuck)} started calls that do not fit: {', '.join(ops)}"
     if missing:
-        waits = "waits" if len(stuck) == 1 else "wait"
-        return f"{rank_list(missing)} never called {' or '.join(ops)}, which {rank_list(stuck)} {waits} in"
+        does = "started" if over else "waits in" if len(stuck) == 1 else "wait in"
+        return f"{rank_list(missing)} never called {' or '.join(ops)}, which {rank_list(stuck)} {does}"
     return f"{rank_list(stuck)} wait for each other: {_cycle(stuck)}"
 
 

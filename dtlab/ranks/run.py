@@ -23,8 +23,8 @@ class CellRun:
         self.relay = Relay(self.ranks)
         self.values, self.failures, self.stopped, self.dead = {}, {}, [], []
         self.order = []  # ranks in the order in which they failed
-        self.waits = {}  # rank -> text of the call it was stopped in
-        self.monitor = Monitor(pool.board, self.ranks, pool.pids, limit_s)
+        self.waits = {}  # rank -> where it was stopped: in a call, or at a line
+        self.monitor = Monitor(pool.board, self.ranks, pool.pids, limit_s, lambda rank: self._where(rank)[2])
         self.hang = None  # (stuck, look, limit_s) when a wait could not end
         self.verdict = None  # (text, is_hanging, rank) of a mistake that the guard has seen
         self.interrupted = False
@@ -45,6 +45,8 @@ class CellRun:
                 selector.register(self.pool._raw[rank], selectors.EVENT_READ, ("raw", rank))
             self._collect(selector)
         self._drain_raw()
+        if not (self.failures or self.dead or self.stopped):
+            self._find_open_calls()
         kept = self._repair()
         self.relay.finish()
         if self.interrupted:
@@ -79,6 +81,7 @@ class CellRun:
         channel = self.pool._channels[rank]
         for message, fds in channel.receive_ready():
             if message[0] == "output":
+                self.monitor.moved(rank)
                 self.relay.add(rank, *message[1:])
             elif message[0] == "done" and message[1] == self.number:
                 self._take_result(rank, message, fds)
@@ -95,6 +98,7 @@ class CellRun:
             self._take_value(rank, value)
         elif status == "stopped":
             self.stopped.append(rank)
+            self.waits[rank] = f"in {value['call']}" if value["call"] else place_of(value) or self.waits.get(rank)
         else:
             self._take_failure(rank, value)
 
@@ -125,6 +129,7 @@ class CellRun:
         except BlockingIOError:
             return True
         if data:
+            self.monitor.moved(rank)
             self.relay.add(rank, "stdout", data.decode(errors="replace"))
         return bool(data)
 
@@ -171,17 +176,23 @@ class CellRun:
         return False
 
     def _where(self, rank):
-        """``(place of the rank's main thread, whether it is importing)``."""
+        """``(place of the rank's main thread, is it importing, is it in torch's communication code)``."""
         control = self.pool._controls[rank]
         control.send("where")
         frame = control.receive(timeout=0.3)
-        return frame[0][1] if frame else (None, False)
+        return frame[0][1] if frame else (None, False, False)
 
     def _status(self, now):
         look = self.monitor.look(list(self.values), [])
         waits = [(rank, wait) for rank, wait in sorted(look.waits.items()) if wait.missing]
         parts = [f"rank {rank} waits in {wait.call.op} for {rank_list(wait.missing)}" for rank, wait in waits]
         return f"running for {now - self._started:.0f} s" + (": " + "; ".join(parts[:4]) if parts else "")
+
+    def _find_open_calls(self):
+        """A cell that ended well but for a call that some member never made: the next cell would meet it."""
+        stuck = {rank: waits[0] for rank in self.ranks if (waits := self.monitor.open_calls(rank))}
+        if stuck and self.hang is None:
+            self.hang, self.places = (stuck, self.monitor.look(self.ranks, []), None), {}
 
     # stop
 
@@ -195,9 +206,9 @@ class CellRun:
             return
         for rank in self.pending:
             if opened := self.monitor.open_calls(rank):
-                self.waits[rank] = str(opened[0].call)
+                self.waits[rank] = f"in {opened[0].call}"
         look = self.monitor.look(list(self.values), [*self.failures, *self.dead])
-        self.waits.update({r: str(w.call) for r, w in look.waits.items()})
+        self.waits.update({r: f"in {w.call}" for r, w in look.waits.items()})
         self._stop_at = time.monotonic()
         self.pool.board.poison(text)
         for rank in self.pending:
@@ -218,8 +229,7 @@ class CellRun:
 
     def _repair(self):
         """Make the ranks usable again; a sentence on what that cost, empty if nothing."""
-        clean = not (self.failures or self.dead or self.stopped or self.interrupted)
-        if clean:
+        if not (self.failures or self.dead or self.stopped or self.interrupted or self.hang):
             return ""
         is_hanging = self.verdict is not None and self.verdict[1]
         regroup = "sockets" in self._steps or is_hanging or not is_settled(self.pool.board)
@@ -264,6 +274,11 @@ class CellRun:
             call = self.monitor.board.call(rank, max(reader.last.values())) if reader.last else None
             texts[rank] = f"its last call was {call}" if call else "it has made no call"
         return texts
+
+
+def place_of(failure):
+    """``at cell [3], line 4``: where an exception was raised, empty if in no code of the reader's."""
+    return "at {}, line {}".format(*failure["frames"][-1][:2]) if failure["frames"] else ""
 
 
 def is_settled(board):

@@ -25,6 +25,7 @@ from dtlab.ranks.zygote import die_with_parent
 
 _STOP_SIGNAL = signal.SIGUSR2
 _ENGINE_FILES = tuple(f"/dtlab/ranks/{name}.py" for name in ("wire", "board", "calls", "console", "worker", "parcels"))
+_WAITING_FILES = ("/torch/autograd/", "/torch/distributed/", "/torch/nn/parallel/", "/dtlab/ranks/calls.py")
 _STOP_AGAIN_S = 0.5  # code that swallowed the first stop gets another
 
 
@@ -108,7 +109,7 @@ class Worker:
         while True:
             frame = self.cells_channel.receive()
             if frame is None:
-                os._exit(0)
+                end_with_children()
             message, fds = frame
             getattr(self, "on_" + message[0])(*message[1:], fds=fds)
 
@@ -241,7 +242,7 @@ class Worker:
             frame = self.control_channel.receive(timeout=0.05 if self.stop_text is not None else None)
             if frame is None:
                 if self.control_channel.closed:
-                    os._exit(0)  # the notebook is gone
+                    end_with_children()  # the notebook is gone
             elif frame[0][0] in ("stop", "sockets"):
                 self._obey(*frame[0])
             elif frame[0][0] == "where":
@@ -289,16 +290,17 @@ def is_importing(frame):
 
 
 def where_is_main_thread():
-    """``(cell [3], line 4, importing)`` of the main thread, from another thread."""
+    """``(cell [3], line 4, importing, in communication code of torch)`` of the main thread, from another thread."""
     frame = sys._current_frames().get(threading.main_thread().ident)
     importing, place = is_importing(frame), None
+    communicates = any(part in frame.f_code.co_filename for part in _WAITING_FILES)
     while frame is not None:
         filename = frame.f_code.co_filename
         if not any(part in filename for part in calls._SKIPPED_FILES) and cells._is_users(filename):
             place = f"{calls.label_of(filename)}, line {frame.f_lineno}"
             break
         frame = frame.f_back
-    return place, importing
+    return place, importing, communicates
 
 
 def shut_sockets():
@@ -321,6 +323,13 @@ def flush_c_streams():
     import ctypes
 
     ctypes.CDLL(None).fflush(None)
+
+
+def end_with_children():
+    """End this rank and the processes it has started."""
+    if os.getpgrp() == os.getpid():
+        os.killpg(0, signal.SIGKILL)
+    os._exit(0)
 
 
 def show(kind, data):

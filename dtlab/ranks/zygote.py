@@ -27,10 +27,10 @@ FDS_PER_RANK = 5  # cells, control, raw output, store, board
 _PR_SET_PDEATHSIG = 1
 
 
-def die_with_parent():
-    """Ask Linux to kill this process when its parent ends; a second line behind the closed socket."""
+def die_with_parent(with_signal=signal.SIGKILL):
+    """Ask Linux to end this process when its parent ends; a second line behind the closed socket."""
     if sys.platform == "linux":
-        ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
+        ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, with_signal)
 
 
 def num_threads():
@@ -64,6 +64,7 @@ class Zygote:
         os.set_blocking(wake_write, False)
         signal.set_wakeup_fd(wake_write)
         signal.signal(signal.SIGCHLD, lambda *_: None)
+        signal.signal(signal.SIGTERM, lambda *_: sys.exit())  # by way of "finally"
         try:
             while not self.channel.closed:
                 select.select([self.channel, wake], [], [])
@@ -73,6 +74,7 @@ class Zygote:
                     getattr(self, "on_" + message[0])(*message[1:], fds=fds)
                 self.reap()
         finally:
+            signal.signal(signal.SIGTERM, signal.SIG_IGN)
             self.on_kill(list(self.ranks))
             if self.store_path:
                 with contextlib.suppress(OSError):
@@ -100,7 +102,8 @@ class Zygote:
             return pid
         try:  # from here on this is the rank
             signal.set_wakeup_fd(-1)
-            signal.signal(signal.SIGCHLD, signal.SIG_DFL)
+            for inherited in (signal.SIGCHLD, signal.SIGTERM):
+                signal.signal(inherited, signal.SIG_DFL)
             self.channel.sock.detach()
             close_all_but({0, 1, 2, *mine})  # another rank's socket held here would hide that rank's death
             from dtlab.ranks import worker
@@ -169,7 +172,7 @@ def main():
 
     fd, method, in_main_thread = int(sys.argv[2]), sys.argv[3], sys.argv[4] == "1"
     if in_main_thread:  # the signal would come when the *thread* that started us ends
-        die_with_parent()
+        die_with_parent(signal.SIGTERM)  # not at once: the ranks' own processes are ended first
     channel = Channel(socket.socket(fileno=fd))
     os.set_inheritable(fd, False)
     signal.signal(signal.SIGINT, signal.SIG_IGN)

@@ -21,6 +21,7 @@ from dtlab.data import batches, shard_batch, text_bytes
 from dtlab.models import GPT, GPTConfig, cross_entropy
 
 WORLD_SIZE = 4
+torch.set_num_threads(1)  # the model here is too small to gain from more
 print(dtlab.doctor())
 
 # %% [markdown]
@@ -36,24 +37,23 @@ print(dtlab.doctor())
 num_params, num_tokens, flops_per_s = 7.47e9, 150e9, 312e12 / 2
 one_device_s = 6 * num_params * num_tokens / flops_per_s
 for devices in (1, 64):
-    print(f"{devices:2} devices: {one_device_s / devices / 86400:5.1f} days")
+    print(f"days with {devices:2} A100: {one_device_s / devices / 86400:5.1f}")
 
 # %% [markdown]
-# Nobody waits that long, so many devices train one model together. The second line is the best that they can do: it
-# takes for granted that they lose no time talking. This course builds every way of sharing that work, and counts what
-# the talking costs.
+# Nobody waits that long, so many devices train one model together. The second line is their best case: no time lost in
+# talking. This course builds the ways of sharing that work, and counts what the talking costs.
 #
 # ## The idea
 #
-# A **rank** is one process of a group, and its number: 0, 1, 2, ... The **world size** $n$ is how many there are. All
-# ranks run the same program, each on its own data, each in its own memory. Nothing is shared. What one rank must know
-# from the others goes through a **collective**: a call that all of them make together. The one you meet most is
-# **all-reduce**. Rank $r$ brings a tensor $t_r$, and afterwards every rank holds the sum:
+# A **rank** is one process of a group, and its number: 0, 1, 2, ... The world size $n$ is how many there are. All
+# run the same program, each on its own data, in its own memory. Nothing is shared. What a rank must know from the
+# others goes through a **collective**: a call that all of them make together. The most frequent one is **all-reduce**.
+# Rank $r$ brings a tensor $t_r$, and afterwards every rank holds the sum:
 #
 # $$t_r \leftarrow \sum_{i=0}^{n-1} t_i \qquad \text{for all } r = 0, \dots, n-1$$
 #
-# (the elementwise sum of $n$ tensors of one shape; `MPI_Allreduce` in the MPI standard). Before you see it work, commit
-# yourself. The next cell is folded because it knows the answer; run it like any other:
+# (element by element; `MPI_Allreduce` in the MPI standard). Before you see it work, commit yourself. The next cell is
+# folded because it knows the answer; run it like any other:
 
 # %% name="question-1" tags=["exact", "folded"]
 total, last = WORLD_SIZE * (WORLD_SIZE + 1) // 2, WORLD_SIZE - 1
@@ -70,17 +70,15 @@ dtlab.predict("00.1", question, choices={
 #
 # ### Processes that answer
 #
-# `launch` starts the ranks and joins them in one group. They come from a process that has already imported torch, so
-# it takes a fraction of a second:
+# `launch` starts the ranks and joins them in one group:
 
 # %% name="launch" tags=["timing"]
 ranks = dtlab.launch(WORLD_SIZE)
 print(f"process of each rank: {ranks.pids}")
 
 # %% [markdown]
-# Each number is a Python process of its own. The Python behind this notebook is another one: the **kernel**. It is no
-# rank. A cell that starts with `%%ranks` runs on the ranks instead. `rank`, `world_size`, `torch` and `dist` (that is
-# `torch.distributed`) are there already:
+# Each is a Python process of its own. The one behind this notebook, the **kernel**, is no rank. A cell that starts with
+# `%%ranks` runs on the ranks instead; `rank`, `world_size`, `torch` and `dist` (`torch.distributed`) are there already:
 
 # %% name="hello" tags=["exact"]
 # %%ranks
@@ -94,8 +92,8 @@ print(f"I am one of {world_size}, and my x is {x}")
 x
 
 # %% [markdown]
-# The kernel has none, and the last line says where it is. Kernel and ranks are two worlds. `pull` brings a variable
-# from all ranks, in rank order; `push` gives all of them one:
+# The last line says where it is. Kernel and ranks are two worlds. `pull` brings a variable from all ranks, in rank
+# order; `push` gives them one:
 
 # %% name="pull" tags=["exact"]
 values = ranks.pull("x")
@@ -103,7 +101,7 @@ ranks.push(lesson="00")
 values
 
 # %% [markdown]
-# That is where everything lives now:
+# This is where everything lives now:
 
 # %% name="picture" tags=["picture"]
 on_ranks = [{"x": value, "lesson": "'00'"} for value in values]
@@ -141,8 +139,8 @@ assert results == [10 * sum(range(WORLD_SIZE))] * WORLD_SIZE
 # %% [markdown]
 # ### Break it
 #
-# Ranks that wait for each other can wait for ever. It is the most frequent accident in distributed training, so cause
-# it now, three times. First, rank 1 skips a collective. The others may wait at most 3 seconds:
+# Ranks that wait for each other can wait for ever. Cause it now, three times. First, rank 1 skips a collective; the
+# others may wait at most 3 seconds:
 
 # %% name="skip" tags=["exact", "raises-exception"]
 # %%ranks --timeout 3
@@ -151,8 +149,8 @@ if rank != 1:
 
 # %% [markdown]
 # A **hang**, told as three facts: who never came, who waits in which call on which line, and what the missing rank did
-# last. It comes before the limit, because a rank that has finished its cell can no longer come. Elsewhere the same
-# mistake ends in silence and a time limit of many minutes. The ranks are free again:
+# last. It comes before the limit, because a rank that has finished its cell can no longer come. Elsewhere you would
+# see silence, for many minutes. And the ranks are free again:
 
 # %% name="after-skip" tags=["exact"]
 # %%ranks
@@ -174,8 +172,7 @@ dist.send(t, other)
 dist.recv(theirs, other)
 
 # %% [markdown]
-# A **deadlock**: the waits close into a circle, and no time limit is needed to know that it will never open. One of the
-# two must receive first:
+# A **deadlock**: the waits close into a circle, which never opens. One of the two must receive first:
 
 # %% name="one-receives" tags=["exact"]
 # %%ranks 0,1
@@ -196,26 +193,25 @@ if rank == world_size - 1:
 dist.all_reduce(t)
 
 # %% [markdown]
-# The first line is the cause; the others were only stopped. There is a new process in its place. What do the ranks
-# still know?
+# The first line is the cause; the others were only stopped. A new process stands in for the dead one. What do the
+# ranks still know?
 
 # %% name="after-exit" tags=["exact"]
 # %%ranks
 print("variables:", [name for name in ("lesson", "t", "x") if name in globals()])
 
 # %% [markdown]
-# All are there, and the new one starts empty. You did not restart anything, and you cannot break anything here for
-# good. Experiment.
+# All are there, the new one empty. Nothing was restarted, and nothing here breaks for good: experiment.
 #
 # ## Run it on ranks
 #
-# Now train. The text is the Python reference manual that came with your Python, read as bytes. The model is a small
-# GPT that predicts the next byte. A fresh one gives each of the 256 bytes the same probability, so its loss is
-# $\ln 256$. One process first:
+# Now train. The text is the reference manual that came with your Python. The model is a small GPT that predicts the
+# next byte. A fresh one gives each of the 256 bytes the same probability, so its loss is
+# $\ln 256$ nats. One process first:
 
 # %% name="alone"
 config = GPTConfig(hidden_size=64, num_layers=2, num_heads=4, seq_length=64)
-text, BATCH_SIZE, STEPS = text_bytes(), 16, 40
+text, BATCH_SIZE, STEPS = text_bytes(), 16, 32
 
 def train_alone(steps, dtype=torch.float32):
     model = GPT(config, dtype=dtype)
@@ -293,9 +289,8 @@ plots.curves(curves, x="step", y="loss [nats per byte]")
 #
 # ## Is it right?
 #
-# Lying on each other is no proof. Sums in another order differ in their last bits, so the proof is made in float64,
-# where those differences are far below any mistake: the loss of every step and all parameters at the end, on every
-# rank, to a relative $10^{-10}$.
+# That is no proof. Sums in another order differ in their last bits, so prove it in float64, where those differences are
+# far below any mistake: every loss, and all parameters at the end on every rank, to a relative $10^{-10}$.
 
 # %% name="equal" tags=["exact"]
 def compare(results, steps=5):
@@ -316,8 +311,8 @@ compare(ranks.run(train_on_ranks, 5, torch.float64))
 compare(ranks.run(train_on_ranks, 5, torch.float64, add=False))
 
 # %% [markdown]
-# Read the last line twice. Without the call there are as many models as ranks, each trained on its own rows, and the
-# loss *still falls*. A falling loss proves nothing; equality with one process does. Every lesson ends on it.
+# Read the last line twice. There are as many models now as ranks, and the loss *still falls*. A falling loss proves
+# nothing; equality with one process does.
 #
 # ## What does it cost?
 #
@@ -340,15 +335,16 @@ dtlab.reveal("00.2", f"{speed:.2f} times the speed of one process", right)
 assert speed < 2 * WORLD_SIZE
 
 # %% [markdown]
-# That is the speed of *this machine*, whose ranks share its cores and take turns. It says nothing about four GPUs. So
-# each number of this course is of one of three kinds, and says which:
+# That is the speed of *this machine*, whose ranks take turns on its cores, with a tiny model whose every
+# gradient waits for a call. It says nothing about four GPUs. So each number of this course is of one of three
+# kinds, and says which:
 #
 # - *exact here*: values, bytes, calls, order. The same on every machine;
 # - *replayed*: time on named hardware, computed from what was recorded;
 # - *waited*: the real clock of this machine, as in the cell above.
 #
 # No lesson sells a waited number as the gain. Exact here is how many calls a step makes, one for each parameter tensor.
-# It opens the course's ledger, which gets a row a lesson:
+# With it the course's ledger begins, which gets a row a lesson:
 
 # %% name="ledger" tags=["exact"]
 calls = len(list(GPT(config).parameters()))
@@ -381,7 +377,7 @@ dtlab.ledger("00", collectives_per_step=f"{calls} all_reduce")
 #
 # </details>
 #
-# The folded cell computes all three. It also ends the ranks; they would end with the notebook's kernel too.
+# The folded cell computes all three: run it when you have your own. It also ends the ranks, as closing the kernel does.
 
 # %% name="answers" tags=["exact", "folded"]
 def three_times():

@@ -2,6 +2,7 @@
 
 import subprocess
 import sys
+from pathlib import Path
 
 import pytest
 
@@ -9,12 +10,12 @@ from dtlab import cli
 from dtlab.cli import bootstrap, lab, run, testing, working_copies
 from dtlab.examine import Finding
 
+ROOT = Path(__file__).resolve().parents[2]
+
 
 @pytest.fixture
 def course(tmp_path, monkeypatch):
-    """A course of one lesson; every process that would start is recorded, and ends with the next of ``codes``."""
-    (tmp_path / "notebooks").mkdir()
-    (tmp_path / "notebooks" / "00_ranks.ipynb").write_text("{}")
+    """Every process that would start is recorded, and ends with the next of ``codes``."""
     monkeypatch.setattr(bootstrap, "ROOT", tmp_path)
     calls, codes = [], []
 
@@ -26,19 +27,17 @@ def course(tmp_path, monkeypatch):
     return calls, codes
 
 
-def test_test_runs_the_tests_and_then_the_lessons(course):
-    calls, _ = course
-    assert testing.main([]) == 0
-    (tests, _), (lessons, _) = calls
-    assert tests == [sys.executable, "-m", "pytest", "-m", "not peers"]
-    assert lessons == [sys.executable, "-m", "pytest", "notebooks/00_ranks.ipynb"]
-
-
-@pytest.mark.parametrize("codes", [[1, 0], [0, 1], [1, 1], [5, 0]])
-def test_test_fails_if_either_part_fails_and_runs_both(course, codes):
+@pytest.mark.parametrize("code", [0, 1, 5])
+def test_test_runs_everything_but_peers_and_returns_pytests_code(course, code):
     calls, queue = course
-    queue += codes
-    assert testing.main([]) == 1 and len(calls) == 2
+    queue.append(code)
+    assert testing.main([]) == code
+    assert [command for command, _ in calls] == [[sys.executable, "-m", "pytest", "-m", "not peers"]]
+
+
+def test_the_lessons_are_part_of_what_pytest_runs_by_itself():
+    settings = (ROOT / "pyproject.toml").read_text().split("[tool.pytest.ini_options]")[1]
+    assert 'testpaths = ["tests", "notebooks"]' in settings
 
 
 def test_all_leaves_nothing_out_and_says_so_to_the_tests(course):

@@ -37,8 +37,9 @@ def test_the_picture_is_painted_and_projector_mode_enlarges_it(open_notebook):
     image.wait_for()
     before = image.bounding_box()["width"]
     notebook.run(4)
-    size = "() => parseFloat(getComputedStyle(document.querySelector('.jp-OutputArea pre, .jp-RenderedHTMLCommon')).fontSize)"
-    assert notebook.page.evaluate(size) >= 18 and image.bounding_box()["width"] > max(before, 975)
+    text = ".jp-OutputArea pre, .jp-RenderedHTMLCommon"
+    size = notebook.page.evaluate(f"() => parseFloat(getComputedStyle(document.querySelector('{text}')).fontSize)")
+    assert size >= 18 and image.bounding_box()["width"] > max(before, 975)
     notebook.picture("projector")
 
 

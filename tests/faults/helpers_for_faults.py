@@ -1,0 +1,45 @@
+"""What the fault tests share: live ranks, and what must be true after every fault."""
+import os
+import tempfile
+
+import psutil
+import torch
+
+import dtlab
+
+
+def live(size, **kwargs):
+    """Ranks of this size: those that live, or new ones."""
+    ranks = dtlab.current_ranks()
+    return ranks if ranks is not None and ranks.size == size and not kwargs else dtlab.launch(size, **kwargs)
+
+
+def sum_of_ranks():
+    """The cell after a fault: every rank gets the right sum."""
+    x = torch.tensor([float(rank), 1.0])  # noqa: F821  (rank, dist: names of the rank)
+    dist.all_reduce(x)  # noqa: F821
+    return x.tolist()
+
+
+sum_of_ranks.__module__ = "__main__"  # as in a notebook: it travels by value
+
+
+def assert_works(ranks):
+    """The next cell is right on every rank, without a restart."""
+    total = ranks.size * (ranks.size - 1) / 2
+    assert ranks.run(sum_of_ranks) == [[total, float(ranks.size)]] * ranks.size
+
+
+def open_fds():
+    return len(os.listdir("/proc/self/fd"))
+
+
+def shared_files():
+    """Names in shared memory and our temporary files: a fault must leave none."""
+    return set(os.listdir("/dev/shm")) | {n for n in os.listdir(tempfile.gettempdir()) if n.startswith("dtlab")}
+
+
+def stray_processes(ranks):
+    """Processes below this one that are neither the zygote nor a rank."""
+    own = {ranks._nursery.process.pid, *ranks.pids.values()}
+    return [p for p in psutil.Process().children(recursive=True) if p.pid not in own and p.status() != "zombie"]
