@@ -112,19 +112,17 @@ class Publisher:
         _, index = self._works.pop(id(work), (None, None))
         self._last = None if work is self._last else self._last
         if index is not None:
-            self.gate(index, work if self._is_collective(index) else None, timeout)
-            self.guard.catch_up(index)
+            self.gate(index, work, timeout)
         return index
-
-    def _is_collective(self, index):
-        call = self.board.call(self.rank, index)
-        return call is not None and call.kind == COLLECTIVE
 
     def gate(self, index, work=None, timeout=None):
         """Poll until all members of call ``index`` have published it, or the board is poisoned."""
         call = self.board.call(self.rank, index)
-        if call is None or not self._closed(call):
-            return
+        if call is not None and self._closed(call):
+            self._poll(index, call, work if call.kind == COLLECTIVE else None, timeout)
+        self.guard.catch_up(index)
+
+    def _poll(self, index, call, work, timeout):
         deadline = None if timeout is None else time.monotonic() + timeout.total_seconds()
         self.board.set_waiting(index)
         try:
@@ -324,7 +322,6 @@ def _gate_new_group():
             facts = json.dumps({"op": "new_group", "ranks": sorted(members if ranks is None else ranks)})
             index = current.publish("new_group", COLLECTIVE, members, key, what=what, facts=facts)
             current.gate(index)
-            current.guard.catch_up(index)
         return original(ranks, *args, **kwargs)
 
     distributed_c10d._new_group_with_tag = new_group_with_tag

@@ -11,6 +11,7 @@ from dtlab.ranks import interrupts, notebook, parcels, report, wire
 from dtlab.ranks.board import Board, rank_list
 from dtlab.ranks.nursery import nursery
 from dtlab.ranks.run import CellRun
+from dtlab.ranks.settings import check_size, check_timeout, rank_environ
 from dtlab.record.results import join
 
 DEFAULT_TIMEOUT_S = 20
@@ -45,8 +46,8 @@ def launch(world_size, *, device="auto", guard=True, timeout=DEFAULT_TIMEOUT_S, 
         raise ConfigError("launch was called on a rank; launch ranks from the notebook")
     if "TORCHELASTIC_RUN_ID" in os.environ:
         raise ConfigError("torchrun has started these processes: they are the ranks, use torch.distributed directly")
-    _check_size(world_size)
-    _check_timeout(timeout)
+    check_size(world_size)
+    check_timeout(timeout)
     if device not in ("auto", "cpu", "cuda"):
         raise ConfigError(f"device={device!r}: choose 'auto', 'cpu' or 'cuda'")
     if _current is not None:
@@ -63,25 +64,6 @@ def current_ranks():
 def _in_rank():
     worker = sys.modules.get("dtlab.ranks.worker")
     return worker is not None and worker._worker is not None
-
-
-def _check_size(world_size):
-    if isinstance(world_size, bool) or not isinstance(world_size, int) or world_size < 1:
-        raise ConfigError(f"world_size={world_size!r}: the number of ranks is a whole number from 1 up, for example 4")
-    free = machine.memory_available_bytes()
-    most = max(1, free // machine.BYTES_PER_RANK)
-    if world_size > most:
-        need = world_size * machine.BYTES_PER_RANK
-        raise ConfigError(
-            f"{world_size} ranks need about {need / 1e9:.1f} GB ({machine.BYTES_PER_RANK // 10**6} MB each), and "
-            f"{free / 1e9:.1f} GB are free: launch at most {most}, or close other kernels"
-        )
-
-
-def _check_timeout(timeout):
-    number = isinstance(timeout, (int, float)) and not isinstance(timeout, bool)
-    if timeout is not None and not (number and timeout > 0):
-        raise ConfigError(f"timeout={timeout!r}: seconds above 0, or None for no limit")
 
 
 class Ranks:
@@ -125,7 +107,7 @@ class Ranks:
             "threads": threads,
             "store_path": None,
             "generation": 0,
-            "environ": {**os.environ, **_rank_environ(threads)},
+            "environ": {**os.environ, **rank_environ(threads)},
         }
 
     # processes
@@ -340,7 +322,7 @@ class Ranks:
         with self._exclusively(parcel) as held:
             chosen = self._chosen(ranks)
             timeout = self.timeout if timeout is ... else timeout
-            _check_timeout(timeout)
+            check_timeout(timeout)
             return self._talk(kind, chosen, (chosen, *rest), timeout, parcel, held)
 
     def _talk(self, kind, ranks, content, timeout, parcel, held):
@@ -389,16 +371,3 @@ class Ranks:
         if self._settings["store_path"]:
             with contextlib.suppress(OSError):
                 os.unlink(self._settings["store_path"])
-
-
-def _rank_environ(threads):
-    loopback = "lo0" if sys.platform == "darwin" else "lo"
-    preset = os.environ.get("GLOO_SOCKET_IFNAME")
-    if preset not in (None, "", loopback):
-        print(f"GLOO_SOCKET_IFNAME={preset} is not used: ranks on one machine talk over {loopback}", file=sys.stderr)
-    return {
-        "GLOO_SOCKET_IFNAME": loopback,
-        "OMP_NUM_THREADS": str(threads),
-        "MPLBACKEND": "module://dtlab.ranks.figures",
-        "TORCH_CPP_LOG_LEVEL": "ERROR",
-    }

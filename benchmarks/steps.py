@@ -1,4 +1,4 @@
-"""The rows of the guard: a training step with and without it, on the same ranks, in turns."""
+"""The rows of a training step: guarded, and with the guard off, on the same ranks in turns."""
 from benchmarks.registry import at_most, row
 
 UNGUARDED = "unguarded"
@@ -72,9 +72,9 @@ def time_steps(times, is_bare):
     """On a rank: seconds of each step, between barriers."""
     import time
 
-    import __main__
     import torch.distributed as dist
 
+    import __main__
     from dtlab.ranks import calls
 
     step, publisher, seconds = __main__.guard_bench_step, calls.current, []

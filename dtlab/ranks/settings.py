@@ -1,0 +1,41 @@
+"""What ``launch`` is asked for, checked, and the environment that ranks get."""
+import os
+import sys
+
+from dtlab import machine
+from dtlab.errors import ConfigError
+
+
+def check_size(world_size):
+    """Refuse a number of ranks that is none, or more than memory holds."""
+    if isinstance(world_size, bool) or not isinstance(world_size, int) or world_size < 1:
+        raise ConfigError(f"world_size={world_size!r}: the number of ranks is a whole number from 1 up, for example 4")
+    free = machine.memory_available_bytes()
+    most = max(1, free // machine.BYTES_PER_RANK)
+    if world_size > most:
+        need = world_size * machine.BYTES_PER_RANK
+        raise ConfigError(
+            f"{world_size} ranks need about {need / 1e9:.1f} GB ({machine.BYTES_PER_RANK // 10**6} MB each), and "
+            f"{free / 1e9:.1f} GB are free: launch at most {most}, or close other kernels"
+        )
+
+
+def check_timeout(timeout):
+    """Refuse a time limit that is none."""
+    number = isinstance(timeout, (int, float)) and not isinstance(timeout, bool)
+    if timeout is not None and not (number and timeout > 0):
+        raise ConfigError(f"timeout={timeout!r}: seconds above 0, or None for no limit")
+
+
+def rank_environ(threads):
+    """Environment variables of a rank."""
+    loopback = "lo0" if sys.platform == "darwin" else "lo"
+    preset = os.environ.get("GLOO_SOCKET_IFNAME")
+    if preset not in (None, "", loopback):
+        print(f"GLOO_SOCKET_IFNAME={preset} is not used: ranks on one machine talk over {loopback}", file=sys.stderr)
+    return {
+        "GLOO_SOCKET_IFNAME": loopback,
+        "OMP_NUM_THREADS": str(threads),
+        "MPLBACKEND": "module://dtlab.ranks.figures",
+        "TORCH_CPP_LOG_LEVEL": "ERROR",
+    }
