@@ -66,6 +66,8 @@ class Calls:
         read, written, root_at, splits_at = _places(op)
         root, splits = (None if at is None else args[at] for at in (root_at, splits_at))
         reads, writes = flat([args[i] for i in read]), flat([args[i] for i in written])
+        if len(writes) == 1:
+            name = name.removesuffix("_coalesced")  # how functional collectives call for a single tensor
         self.add(started, name, group, members, reads, writes, root or 0, splits, peer, tag, work)
 
     def functional(self, op, args, out):

@@ -1,4 +1,4 @@
-"""Dry recording, in the notebook: a process of its own plays ranks of a large world, one after the other."""
+"""Dry recording, in the notebook: a process plays one rank of a large world, then the next."""
 import sys
 
 from dtlab.errors import ConfigError, RankError
@@ -7,7 +7,7 @@ from dtlab.errors import ConfigError, RankError
 def record_dry(fn, *args, world_size=1024, ranks=(0,), tokens=None, model_flops=None, **kwargs):
     """Record ``fn`` at real size without its memory, time or ranks: fake tensors and torch's ``fake`` process group.
 
-    One process plays each of ``ranks`` in turn and calls ``fn(*args, **kwargs)`` with ``rank``, ``world_size``,
+    A process plays each of ``ranks`` in turn and calls ``fn(*args, **kwargs)`` with ``rank``, ``world_size``,
     ``device``, ``dist`` and ``torch`` predefined, as ``ranks.run`` does. Tensors, arguments too, have shapes but no
     values; calls of ``torch.distributed`` return at once. Times of the events are 0: ``replay`` gives them times.
 
@@ -38,17 +38,19 @@ def record_dry(fn, *args, world_size=1024, ranks=(0,), tokens=None, model_flops=
     wrong = [r for r in ranks if not 0 <= r < world_size]
     if wrong or not ranks:
         raise ConfigError(f"ranks={ranks}: a world of {world_size} has ranks 0 to {world_size - 1}")
-    with pool.Ranks(1, device="cpu", timeout=None, share_gpu=False, guard=False) as player:
-        answers = [_play(player, fn, args, kwargs, rank, world_size) for rank in ranks]
+    answers = [_play(fn, args, kwargs, rank, world_size) for rank in ranks]
     recording = join(answers, ranks, world_size, dry=True, tokens=tokens, model_flops=model_flops)
     recording.results = None
     return recording
 
 
-def _play(player, fn, args, kwargs, rank, world_size):
-    context = {**player._context(record=True), "dry": (rank, world_size)}
+def _play(fn, args, kwargs, rank, world_size):
+    from dtlab.ranks.pool import Ranks
+
     try:
-        ((said, *answer),) = player._call(fn, args, kwargs, None, None, context)
+        with Ranks(1, device="cpu", timeout=None, share_gpu=False, guard=False) as player:
+            context = {**player._context(record=True), "dry": (rank, world_size)}
+            ((said, *answer),) = player._call(fn, args, kwargs, None, None, context)
     except RankError as error:
         if "cannot be recorded dry" in str(error):
             raise ConfigError(str(error).partition("ConfigError: ")[2]) from None

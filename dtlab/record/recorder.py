@@ -63,7 +63,7 @@ class Recorder(TorchDispatchMode):
         self.memory = Memory(self.rows, self.now, fake_mode)
         self.calls = Calls(self)
         self.phase = {}  # what dtlab.phase said
-        self.last_end = 0.0  # when the last operator ended
+        self.last_end = 0.0  # when the last operator or call ended
         self._operators = {}  # OpOverload -> _Operator
         self._wrappers = {}  # type -> whether it stands for other tensors (DTensor, AsyncCollectiveTensor)
         self._labels = {}  # code -> how its file is called, "" if it is not the user's
@@ -110,6 +110,7 @@ class Recorder(TorchDispatchMode):
         _, group, seq, peer, tag = call
         end = self.now()
         start = min(end, max(0.0, started - self._began)) if self.fake_mode is None else 0.0
+        self.last_end = time.perf_counter()
         self.rows.append((kind, op, start, end, 0.0, 0, bytes, wire_bytes, group, seq, peer, tag, reads, writes, -1, "",
                           self._where(sys._getframe(1)), self._phase(False)))  # fmt: skip
 
