@@ -235,7 +235,7 @@ def _kernel(op, name, after):
 def _note_results(publisher, tensors, index):
     """Functional collectives wait by tensor, not by handle: note which call fills which storage."""
     for tensor in tensors if isinstance(tensors, (list, tuple)) else [tensors]:
-        if isinstance(tensor, torch.Tensor):
+        if isinstance(tensor, torch.Tensor) and tensor.layout == torch.strided:
             publisher._by_tensor[tensor.untyped_storage()._cdata] = index
     while len(publisher._by_tensor) > 256:
         publisher._by_tensor.pop(next(iter(publisher._by_tensor)))

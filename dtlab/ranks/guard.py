@@ -14,6 +14,7 @@ Not caught:
     - Swapped calls whose labels say nothing: one line for tensors without names (``for p in params``), messages of
       equal shape without telling names, calls made by torch itself (two DDP modules).
     - A call left out in a loop, if another one fits: it is reported when a rank ends or waits in vain.
+    - The size of a message that is received from any source.
     - Writing into a buffer in flight through numpy, C code or a thread of the reader's; a strided buffer in flight.
     - Handles that code of torch or of an installed library holds.
     - A group rank given for a global rank, if a member of the group has that global rank.
@@ -275,6 +276,8 @@ class Guard:
 
     def _touched(self, index, how, site):
         call = self.board.call(self.rank, index)
+        if call is None:
+            return  # so many calls ago that its text is gone
         state = "may still be on its way" if call.kind == SEND else "may not be filled yet"
         lines = [
             f"rank {self.rank} {how} a buffer that {state}: nobody has called wait() on this",
@@ -361,14 +364,15 @@ class Guard:
         if calls.current is not None:
             calls.current._last = None
         handles = list(self.buffers.handles.values())
-        dropped = [h.index for h in handles if h.work() is None]
+        calls_of = lambda some: [c for c in (self.board.call(self.rank, h.index) for h in some) if c]  # noqa: E731
+        dropped = calls_of(h for h in handles if h.work() is None)
         if not is_ok or dropped:
             self.buffers.forget()
         if is_ok and dropped and self.on:
             lines = [f"rank {self.rank} dropped a handle without wait(), so nothing says that the call was done:"]
-            lines += [self._line([self.rank], self.board.call(self.rank, i)) for i in dropped]
+            lines += [self._line([self.rank], call) for call in dropped]
             self.refuse("\n".join(lines), is_hanging=True)
-        return [str(self.board.call(self.rank, h.index)) for h in handles if is_ok and self.on]
+        return list(map(str, calls_of(handles))) if is_ok and self.on else []
 
     # words
 

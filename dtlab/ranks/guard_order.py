@@ -68,9 +68,9 @@ class Site:
 _sites = {}  # places in code -> (Site, frames with loop names, code objects kept alive)
 
 
-def here(depth=2):
+def here():
     """The Site of the call that is being made."""
-    frames, direct, frame = [], True, sys._getframe(depth)
+    frames, direct, frame = [], True, sys._getframe()
     while frame is not None and len(frames) < NUM_FRAMES:
         whose = owner(frame.f_code.co_filename)
         if whose in (USERS, LIBRARY):

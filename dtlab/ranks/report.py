@@ -2,6 +2,7 @@
 from dtlab.errors import GuardError, HangError, RankError
 from dtlab.ranks.board import rank_list
 
+_PARTNER = {"send": "recv", "recv": "send"}
 _SIGNALS = {
     6: "aborted (a fatal error in C++ code)",
     7: "bus error (shared memory ran out?)",
@@ -143,6 +144,8 @@ def _headline(stuck, missing, limit_s, over):
         return f"{rank_list(stuck)} started calls that do not fit: {', '.join(ops)}"
     if missing:
         does = "started" if over else "waits in" if len(stuck) == 1 else "wait in"
+        if len(ops) == 1 and ops[0] in _PARTNER:
+            ops = [f"{_PARTNER[ops[0]]} for the {ops[0]}"]
         return f"{rank_list(missing)} never called {' or '.join(ops)}, which {rank_list(stuck)} {does}"
     return f"{rank_list(stuck)} wait for each other: {_cycle(stuck)}"
 

@@ -411,7 +411,7 @@ def all_reduce_against_new_group():
 
 
 CASES = [
-    f
+    f  # those defined up to here
     for name, f in list(globals().items())
     if inspect.isfunction(f) and f.__module__ == __name__ and name not in ("other", "sender")
 ]
@@ -476,7 +476,60 @@ def test_both_calls_stand_side_by_side(ranks):
     assert re.search(r"ranks? [-, \d]+  all_reduce\(3 float32, SUM\)", text)
 
 
+# calls that torch itself makes
+
+
+def before_the_backward_of_ddp():
+    model = torch.nn.parallel.DistributedDataParallel(torch.nn.Linear(4, 4))
+    out = model(torch.ones(2, 4)).sum()
+    if dist.get_rank() == 0:
+        dist.all_reduce(torch.ones(1))  # <-
+    out.backward()  # <-
+
+
+def backward_passes_in_different_orders():
+    models = [torch.nn.parallel.DistributedDataParallel(torch.nn.Linear(4, n)) for n in (4, 5)]
+    losses = [model(torch.ones(2, 4)).sum() for model in models]
+    for loss in losses if dist.get_rank() else reversed(losses):
+        loss.backward()  # <-
+
+
+def objects_by_different_calls():
+    if dist.get_rank() == 0:
+        dist.all_gather_object([None] * dist.get_world_size(), 3)  # <-
+    else:
+        dist.broadcast_object_list([None], 0)  # <-
+
+
+@pytest.mark.parametrize(
+    "case", [before_the_backward_of_ddp, backward_passes_in_different_orders, objects_by_different_calls]
+)
+def test_calls_made_by_torch(ranks, case):
+    """A rank of them waits inside C++ until its sockets are shut."""
+    text = message_of(ranks, case)
+    assert {int(n) for n in re.findall(r"test_caught\.py, line (\d+)", text)} == set(marked_lines(case)), text
+
+
 # what the monitor finds
+
+
+def one_rank_alone_in_a_sharded_forward():
+    from torch.distributed.fsdp import fully_shard
+
+    model = fully_shard(torch.nn.Linear(8, 8))
+    if dist.get_rank() == 0:
+        model(torch.ones(2, 8))
+
+
+def uneven_batches():
+    model = torch.nn.parallel.DistributedDataParallel(torch.nn.Linear(4, 4))
+    for _ in range(2 + (dist.get_rank() == 0)):
+        model(torch.ones(2, 4)).sum().backward()
+
+
+def message_that_nobody_receives():
+    if dist.get_rank() == 0:
+        dist.isend(torch.ones(3), 1).wait()
 
 
 def skipped():
@@ -514,7 +567,18 @@ def group_by_members_only():
 
 
 @pytest.mark.parametrize(
-    "case", [skipped, extra, all_send_first, all_receive_first, groups_crossed, group_by_members_only]
+    "case",
+    [
+        skipped,
+        extra,
+        all_send_first,
+        all_receive_first,
+        groups_crossed,
+        group_by_members_only,
+        one_rank_alone_in_a_sharded_forward,
+        uneven_batches,
+        message_that_nobody_receives,
+    ],
 )
 def test_waits_that_cannot_end(ranks, case):
     started = time.monotonic()

@@ -112,6 +112,12 @@ def zero_redundancy_optimizer():
     optimizer.consolidate_state_dict(0)
 
 
+def ddp_with_sparse_gradients():
+    model = nn.parallel.DistributedDataParallel(nn.Embedding(10, 4, sparse=True))
+    model(torch.tensor([1, 1 + dist.get_rank()])).sum().backward()
+    assert model.module.weight.grad.is_sparse
+
+
 # sharded
 
 
@@ -382,6 +388,20 @@ def uneven_all_to_all():
     n, mine = dist.get_world_size(), dist.get_rank()
     sends, expects = [mine + 1] * n, [peer + 1 for peer in range(n)]
     dist.all_to_all_single(torch.zeros(sum(expects)), torch.ones(sum(sends)), expects, sends)
+
+
+def uneven_reduce_scatter():
+    n, mine = dist.get_world_size(), dist.get_rank()
+    dist.reduce_scatter(torch.zeros(mine + 1), [torch.ones(i + 1) for i in range(n)])
+
+
+def unusual_types_and_sizes():
+    x = torch.ones(2, dtype=torch.complex64)
+    dist.all_reduce(x)
+    dist.broadcast(torch.ones(2, dtype=torch.bool), 0)
+    dist.all_reduce(torch.ones(0))
+    dist.all_reduce(torch.ones(()) if dist.get_rank() else torch.ones(1))
+    dist.all_gather([torch.zeros(2, 0) for _ in range(dist.get_world_size())], torch.zeros(2, 0))
 
 
 def broadcast_from_one_branch():
