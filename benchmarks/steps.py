@@ -3,6 +3,7 @@ from benchmarks.registry import at_most, row
 
 UNGUARDED = "unguarded"
 BARE = "unguarded, calls not published"
+UNRECORDED = "unrecorded"
 NUM_RANKS = 2
 
 
@@ -114,6 +115,21 @@ def guarded_small_step(bench, peers):
      {UNGUARDED: at_most(1.5), BARE: at_most(1.5)})
 def guarded_gpt_step(bench, peers):
     return compare(make_gpt_step, rounds=1 if bench.quick else 10, times=5)
+
+
+@row("GPT step (hidden 192, 4 layers), 2 ranks, recorded", "s", {UNRECORDED: at_most(1.5)})
+def recorded_gpt_step(bench, peers):
+    """Median step of the slowest rank in each round."""
+    import dtlab
+
+    samples, times = {"dtlab": [], UNRECORDED: []}, 5
+    with dtlab.launch(NUM_RANKS, guard=False) as ranks:
+        ranks.run(keep_step, make_gpt_step)
+        ranks.run(time_steps, times, False)
+        for _ in range(1 if bench.quick else 10):
+            samples[UNRECORDED].append(max(ranks.run(time_steps, times, False)))
+            samples["dtlab"].append(max(ranks.record(time_steps, times, False).results))
+    return samples
 
 
 @row("8 asynchronous all_reduces of 1 MiB beside matrix products, 2 ranks, guarded", "s", {UNGUARDED: None, BARE: None})

@@ -17,12 +17,15 @@ collectives, DDP's reducer, FSDP2, DTensor and torch's pipelines, each once. Wha
 - A category holds for the life of a storage: a received activation that autograd never saves is ``other``. What a
   checkpoint computes again counts as activations whether saved again or not. Parameters without ``nn.Parameter``,
   module or optimizer are ``other`` unless tagged.
-- A wait inside C++ (DDP's) begins when the operator before it ended and ends at the first touch of what the call fills;
-  a call whose result nobody touches has no wait. ``wire_bytes`` of a collective is the ring's, whatever the backend does;
-  calls of several tensors in one (``coalesced``) are modelled as one.
+- A wait inside C++ (DDP's) begins when the operator before it ended and ends at the first touch of what the call
+  fills; a call whose result nobody touches has no wait. ``wire_bytes`` of a collective is the ring's, whatever the
+  backend does; a call with several tensors (``coalesced``) is modelled as one.
 - ``F.dropout`` on the CPU saves a mask in the tensor's own dtype scaled by 1 / (1 - p); ``torch.native_dropout`` a
   byte for each element. CPU FSDP2 gathers without overlap.
 - While it is recorded a function cannot use ``torch.func`` transforms: they refuse the hooks on saved tensors.
+- Dry: times are 0. DistributedDataParallel, torch's pipelines and whatever reads values cannot be recorded, and say so;
+  raw calls, functional collectives, FSDP2 and DTensor can. Make the model in the function or pass it: a tensor that the
+  function captures is not counted.
 """
 
 

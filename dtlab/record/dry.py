@@ -27,7 +27,7 @@ def record_dry(fn, *args, world_size=1024, ranks=(0,), tokens=None, model_flops=
 
     Example:
         >>> record_dry(lambda: dist.all_reduce(torch.ones(10**9)), ranks=[0, 8])        # doctest: +SKIP
-        Recording (dry): 2 of 1024 ranks, 8 events
+        Recording (dry): 2 of 1024 ranks, 10 events
     """
     from dtlab.ranks import pool
     from dtlab.record.results import join
@@ -54,7 +54,8 @@ def _play(fn, args, kwargs, rank, world_size):
     except RankError as error:
         if "cannot be recorded dry" in str(error):
             raise ConfigError(str(error).partition("ConfigError: ")[2]) from None
-        raise RankError(str(error).replace("rank 0 of 1", f"rank {rank} of {world_size}, played dry,"), rank=rank) from None
+        text = str(error).replace("rank 0 of 1", f"rank {rank} of {world_size}, played dry,")
+        raise RankError(text, rank=rank, cause=error.cause) from None
     for line in said.splitlines():
         print(f"rank {rank}: {line}")
     sys.stdout.flush()

@@ -21,7 +21,7 @@ from torch.optim.optimizer import register_optimizer_step_post_hook, register_op
 
 _ORDER = {"other": 0, "activations": 1, "optimizer_states": 2, "grads": 3, "params": 4}
 _LEAVES = (str, bytes, int, float, complex, bool, type(None), type, types.ModuleType, torch.dtype, torch.device)
-_storage_id = torch._C._storage_id
+_storage_id = getattr(torch._C, "_storage_id", lambda tensor: tensor.untyped_storage()._cdata)
 
 
 class Storage(weakref.ref):

@@ -20,8 +20,8 @@ from dtlab.record import recorder
 
 _READS_VALUES = (fake_tensor.DataDependentOutputException, fake_tensor.DynamicOutputShapeException)
 _NO_VALUES = (
-    "{name} cannot be recorded dry: {place} reads the value of a tensor ({error}), and fake tensors have none. Pass the "
-    "value as an argument, leave out .item(), printing and branches on values; or record it live: ranks.record"
+    "{name} cannot be recorded dry: {place} reads the value of a tensor ({error}), and fake tensors have none. Pass "
+    "the value as an argument, leave out .item(), printing and branches on values; or record it live: ranks.record"
 )
 _NOT_FAKE = (
     "{name} cannot be recorded dry: {place} needs the memory of a tensor, and fake tensors have none ({error}). C++ "
@@ -124,20 +124,26 @@ def _keep_meshes_real():
         if method is not None:
             setattr(ShardingPropagator, name, _unrecorded(method))
     for name, method in list(vars(DeviceMesh).items()):
-        if isinstance(method, types.FunctionType) and (not name.startswith("__") or name in ("__init__", "__getitem__")):
+        is_ours = not name.startswith("__") or name in ("__init__", "__getitem__")
+        if is_ours and isinstance(method, types.FunctionType):
             setattr(DeviceMesh, name, _without_modes(method))
 
 
 def _without_modes(method):
     @functools.wraps(method)
     def real(self, *args, **kwargs):
-        ranks = kwargs.get("_rank_map")
         with _disable_current_modes():
-            if isinstance(ranks, fake_tensor.FakeTensor):  # init_device_mesh's own 0, 1, 2, ...
-                kwargs["_rank_map"] = torch.arange(ranks.numel(), dtype=torch.int)
+            args, kwargs = tree_map(_real_ranks, (args, kwargs))
             return method(self, *args, **kwargs)
 
     return real
+
+
+def _real_ranks(value):
+    """The tensor 0, 1, 2, ... that init_device_mesh has made, for a fake one."""
+    if not isinstance(value, fake_tensor.FakeTensor):
+        return value
+    return torch.arange(value.numel(), dtype=torch.int).view(value.shape)
 
 
 def _unrecorded(method):

@@ -12,7 +12,7 @@ from torch._subclasses.fake_tensor import FakeTensor
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from dtlab.ranks import calls
-from dtlab.record import flops
+from dtlab.record import flops, pipelines
 from dtlab.record.communication import Calls
 from dtlab.record.memory import Memory
 
@@ -248,7 +248,7 @@ class Recorder(TorchDispatchMode):
 
 def record(run, roots, fake_mode=None):
     """Call ``run()`` under a Recorder: ``(its value, the events as tuples, group id -> global ranks)``."""
-    with Recorder(roots, fake_mode) as recorder:
+    with pipelines.name_chunks(phase), Recorder(roots, fake_mode) as recorder:
         value = run()
     return value, recorder.finish(), {group.id: group.ranks for group in recorder.calls.groups.values()}
 
@@ -298,7 +298,7 @@ def phase(name, **labels):
 
 
 def tag(tensor, category):
-    """Say what the storage of a tensor is, where the recorder cannot know: a flat buffer, a hand-made optimizer's state.
+    """Say what the storage of a tensor is, where the recorder cannot know: a flat buffer, an optimizer made by hand.
 
     Args:
         category: ``"params"``, ``"grads"``, ``"optimizer_states"``, ``"activations"`` or ``"other"``.

@@ -1,3 +1,4 @@
+# ruff: noqa: F821  (names that live on the ranks)
 """Dry recordings: the bytes, FLOPs and memory of live ones, at sizes that no test machine has."""
 import time
 
@@ -165,7 +166,7 @@ def test_arguments_become_fake():
     (lambda: nn.parallel.DistributedDataParallel(nn.Linear(4, 4)), "DistributedDataParallel"),
 ])  # fmt: skip
 def test_what_cannot_be_recorded_dry_says_so(program, says):
-    with pytest.raises(dtlab.ConfigError, match=rf"(?s)cannot be recorded dry: test_dry.py, line \d+.*{says}.*ranks.record"):
+    with pytest.raises(dtlab.ConfigError, match=rf"(?s)recorded dry: test_dry.py, line \d+.*{says}.*ranks.record"):
         dtlab.record_dry(program, world_size=2)
 
 

@@ -53,7 +53,7 @@ def tensors_in(value):
     return [tensor for part in parts for tensor in tensors_in(part)]
 
 
-@pytest.mark.parametrize("name, how", CASES, ids=lambda value: value if isinstance(value, str) else next(iter(value.items())))
+@pytest.mark.parametrize("name, how", CASES, ids=[f"{name} {how}" for name, how in CASES])
 def test_params_grads_and_states_are_exact(name, how):
     make, options = OPTIMIZERS[name]
     kept = []
