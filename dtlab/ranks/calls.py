@@ -22,7 +22,8 @@ from torch.distributed import distributed_c10d
 from dtlab.errors import ConfigError
 from dtlab.ranks import guard_buffers
 from dtlab.ranks.board import ANY, COLLECTIVE, RECV, RECV_ANY, SEND, call_text, rank_list
-from dtlab.ranks.guard import Guard, Operands
+from dtlab.ranks.guard import Guard
+from dtlab.ranks.guard_facts import Operands
 from dtlab.ranks.guard_order import here
 
 _P2P = {"send": SEND, "recv_": RECV, "recv_any_source_": RECV_ANY}
@@ -98,7 +99,7 @@ class Publisher:
                 channel=channel, seq=seq, kind=kind, peer=peer, tag=tag, op=op, where=where, what=what,
                 members=members, facts=facts, label=site.label,
             )  # fmt: skip
-        if self.guard.on and facts:
+        if self.guard.on and kind != RECV_ANY:
             self.guard.compare(index, wanted, channel, seq, kind, members, site, facts)
         return index
 
@@ -212,9 +213,8 @@ def _kernel(op, name, after):
         peer = ANY if peer_at is None else members[args[peer_at]]
         tag = 0 if tag_at is None else args[tag_at]
         site, guard, facts = here(), publisher.guard, ""
-        if guard.on and kind != RECV_ANY:
-            guard.check_local(operands, args, members, site)
-            facts = operands.facts(args, members)
+        if guard.on:
+            facts, *tensors = guard.examine(operands, args, members, site)
         index = publisher.publish(
             public, kind, members, key, peer, tag, _describe(args[tensors_at], public), facts, site
         )
@@ -222,7 +222,7 @@ def _kernel(op, name, after):
         work = distributed_c10d.Work.unbox(out if work_at is None else out[work_at])
         publisher.remember(work, index)
         if guard.on and site.direct and operands.gives_handle(args):
-            guard.buffers.open(work, index, *operands.lists(args))
+            guard.buffers.open(work, index, *tensors)
         if observer is not None:
             observer.issued(started, op, public, group, members, peer, tag, args, work)
         if kind == COLLECTIVE:

@@ -208,13 +208,13 @@ class Pair:
         """The innermost frames in which the labels differ; None where one label only has more frames."""
         return next(((a, b) for a, b in zip(self.mine, self.theirs) if a != b), None)
 
-    def is_exclusive(self):
-        """Whether the ranks stand in different branches of one if, where they do different things on purpose."""
+    def exclusive(self):
+        """The ifs in whose different branches the ranks stand: there they do different things on purpose."""
+        ifs = set()
         for a, b in zip(self.mine, self.theirs):
             other = dict(map(tuple, b[BRANCHES]))
-            if a[FILE] == b[FILE] and any(other.get(line, branch) != branch for line, branch in a[BRANCHES]):
-                return True
-        return False
+            ifs |= {(a[FILE], line) for line, branch in a[BRANCHES] if other.get(line, branch) != branch}
+        return ifs
 
 
 def moves_on(earlier, later):
@@ -236,13 +236,15 @@ def is_swapped(earlier, later):
     (a, b), (c, d) = first, second
     if not all(frame[IS_NAME] for frame in (a, b, c, d)):
         return False
+    if earlier.exclusive() and later.exclusive() and not earlier.exclusive() & later.exclusive():
+        return False  # roles that swap from one if to the next
     return c[TEXT] == b[TEXT] != d[TEXT] == a[TEXT] and _both_move_on(earlier, later)
 
 
 def is_shifted(earlier, later):
     """Whether one rank makes now what the other made before: one of them has left out a call."""
     first, second = earlier.decisive(), later.decisive()
-    if first is None or second is None or later.root >= 0 or earlier.is_exclusive() or later.is_exclusive():
+    if first is None or second is None or later.root >= 0 or earlier.exclusive() or later.exclusive():
         return False
     (a, b), (c, d) = first, second
     repeats = (c == b and c[TEXT]) or (d == a and d[TEXT])

@@ -213,7 +213,8 @@ class Worker:
             self.stop_text = self.stopped_at = None
             self.stop_is_due = False
             self.cell_number = number
-        self.publisher.present, self.publisher.guard.on = present, context["guard"]
+        self.publisher.present = present
+        self.publisher.guard.enter(context["guard"])
         sys.path[:] = context["path"]
         with contextlib.suppress(OSError):
             os.chdir(context["cwd"])

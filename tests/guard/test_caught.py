@@ -597,6 +597,15 @@ def test_a_group_rank_for_a_global_rank(ranks):
     assert "its rank 0 is global rank 1" in message_of(ranks, program, RankError)
 
 
+def test_lines_of_cells_are_named(ranks):
+    ranks.run_cell("def mean(value):\n    dist.all_reduce(value)", "cell [1]")
+    with pytest.raises(GuardError) as caught:
+        ranks.run_cell("x = torch.ones(2 + (rank > 0))\nif rank:\n    mean(x)\nelse:\n    dist.all_reduce(x)", "cell [2]")
+    text = str(caught.value)
+    assert "cell [2], line 5:  dist.all_reduce(x)" in text and "cell [1], line 2:  dist.all_reduce(value)" in text
+    usable(ranks)
+
+
 # the switch, and what is meant
 
 

@@ -463,6 +463,33 @@ def roles_that_swap_in_two_ifs():
             dist.all_reduce(b)
 
 
+def phases_with_swapped_roles():
+    target, guess = torch.ones(1), torch.ones(1)
+
+    def teach():
+        dist.all_reduce(target)
+
+    def study():
+        dist.all_reduce(guess)
+
+    if dist.get_rank() == 0:
+        teach()
+    else:
+        study()
+    if dist.get_rank() == 0:
+        study()
+    else:
+        teach()
+
+
+def root_reads_what_it_broadcasts():
+    x = torch.ones(4)
+    work = dist.broadcast(x, 0, async_op=True)
+    if dist.get_rank() == 0:
+        x.sum()
+    work.wait()
+
+
 def roles_that_rotate():
     roles = [lambda i=i: dist.all_reduce(torch.full((2,), float(i))) for i in range(3)]
     for step in range(6):
