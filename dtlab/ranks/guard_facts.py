@@ -74,8 +74,8 @@ class Operands:
         if (wrong := self._unordered(read, written)) is not None:
             shape, strides = "x".join(map(str, wrong.shape)), tuple(wrong.stride())
             return (
-                f"this tensor is not contiguous (shape {shape}, strides {strides}), and gloo would mix up its elements: "
-                f"pass t.contiguous(), and copy the result back with t.copy_(...)."
+                f"this tensor is not contiguous (shape {shape}, strides {strides}), and gloo would mix up its "
+                f"elements: pass t.contiguous(), and copy the result back with t.copy_(...)."
             )
         ins, outs = self.sizes(args, read, written, n)
         if ins and ins[me] != outs[me]:

@@ -599,8 +599,9 @@ def test_a_group_rank_for_a_global_rank(ranks):
 
 def test_lines_of_cells_are_named(ranks):
     ranks.run_cell("def mean(value):\n    dist.all_reduce(value)", "cell [1]")
+    cell = "x = torch.ones(2 + (rank > 0))\nif rank:\n    mean(x)\nelse:\n    dist.all_reduce(x)"
     with pytest.raises(GuardError) as caught:
-        ranks.run_cell("x = torch.ones(2 + (rank > 0))\nif rank:\n    mean(x)\nelse:\n    dist.all_reduce(x)", "cell [2]")
+        ranks.run_cell(cell, "cell [2]")
     text = str(caught.value)
     assert "cell [2], line 5:  dist.all_reduce(x)" in text and "cell [1], line 2:  dist.all_reduce(value)" in text
     usable(ranks)
