@@ -236,7 +236,7 @@ class Ranks:
         """
         return self._call(fn, args, kwargs, ranks, timeout, self._context(guard=guard))
 
-    def record(self, fn, *args, ranks=None, timeout=..., tokens=None, model_flops=None, **kwargs):
+    def record(self, fn, *args, ranks=None, timeout=..., guard=None, tokens=None, model_flops=None, **kwargs):
         """Call ``fn`` as ``run`` does, and record what the ranks do.
 
         Args:
@@ -247,7 +247,7 @@ class Ranks:
             Recording: ``results`` is what ``run`` returns; ``communication()``, ``memory()``, ``flops()``,
             ``timeline()``, ``save(path)``. What a recording cannot see stands in ``dtlab.record``.
         """
-        answers = self._call(fn, args, kwargs, ranks, timeout, self._context(record=True))
+        answers = self._call(fn, args, kwargs, ranks, timeout, self._context(record=True, guard=guard))
         return join(answers, self._chosen(ranks), self.size, tokens=tokens, model_flops=model_flops)
 
     def run_cell(self, code, label, ranks=None, timeout=..., record=False):

@@ -340,7 +340,7 @@ def show(kind, data):
 
 def _forget_rank():
     """In a process forked by the rank (DataLoader): it is not a rank."""
-    calls.current = None
+    calls.current = calls.observer = None
     signal.signal(_STOP_SIGNAL, signal.SIG_DFL)
 
 
