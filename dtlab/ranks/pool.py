@@ -115,7 +115,7 @@ class Ranks:
                 cure = f"launch {gpus}, or share_gpu=True (several ranks on one GPU), or {cure}"
             raise ConfigError(f"{self.size} ranks on CUDA need {self.size} GPUs, and {gpus} are visible: {cure}")
         backend = "gloo" if device == "cpu" or share_gpu else "cpu:gloo,cuda:nccl"
-        threads = int(os.environ.get("OMP_NUM_THREADS") or max(1, machine.usable_cores() // self.size))
+        threads = _num_threads(self.size)
         return {
             "world_size": self.size,
             "device": device,
@@ -185,6 +185,13 @@ class Ranks:
         self._nursery.poll()
         closed = [r for r, channel in self._channels.items() if channel.closed]
         return sorted({*closed, *(r for r, pid in self.pids.items() if pid in self._nursery.exits)})
+
+    def where(self, rank):
+        """``(place of the rank's main thread, is it importing, is it in torch's communication code)``."""
+        control = self._controls[rank]
+        control.send("where")
+        frame = control.receive(timeout=0.3)
+        return frame[0][1] if frame else (None, False, False)
 
     def repair(self, dead, regroup):
         """After a failed cell: replace dead ranks and join a new group if calls are left hanging in the old one.
@@ -362,6 +369,12 @@ class Ranks:
         if self._settings["store_path"]:
             with contextlib.suppress(OSError):
                 os.unlink(self._settings["store_path"])
+
+
+def _num_threads(world_size):
+    """Threads of a rank: the reader's own setting (the first number of a list), else its share of the cores."""
+    asked = os.environ.get("OMP_NUM_THREADS", "").partition(",")[0].strip()
+    return int(asked) if asked.isdecimal() and int(asked) else max(1, machine.usable_cores() // world_size)
 
 
 def _rank_environ(threads):

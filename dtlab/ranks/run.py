@@ -24,7 +24,7 @@ class CellRun:
         self.values, self.failures, self.stopped, self.dead = {}, {}, [], []
         self.order = []  # ranks in the order in which they failed
         self.waits = {}  # rank -> where it was stopped: in a call, or at a line
-        self.monitor = Monitor(pool.board, self.ranks, pool.pids, limit_s, lambda rank: self._where(rank)[2])
+        self.monitor = Monitor(pool.board, self.ranks, pool.pids, limit_s, lambda rank: pool.where(rank)[2])
         self.hang = None  # (stuck, look, limit_s) when a wait could not end
         self.interrupted = False
         self._stop_at, self._steps = None, set()
@@ -166,17 +166,10 @@ class CellRun:
 
     def _any_importing(self):
         for rank in self.pending:
-            if self._where(rank)[1]:
+            if self.pool.where(rank)[1]:
                 self.monitor.moved(rank)
                 return True
         return False
-
-    def _where(self, rank):
-        """``(place of the rank's main thread, is it importing, is it in torch's communication code)``."""
-        control = self.pool._controls[rank]
-        control.send("where")
-        frame = control.receive(timeout=0.3)
-        return frame[0][1] if frame else (None, False, False)
 
     def _status(self, now):
         look = self.monitor.look(list(self.values), [])
@@ -194,7 +187,7 @@ class CellRun:
 
     def _begin_hang(self, stuck, look, limit_s):
         self.hang = stuck, look, limit_s
-        self.places = {r: self._where(r)[0] for r in look.running}
+        self.places = {r: self.pool.where(r)[0] for r in look.running}
         self._begin_stop("stopped: the wait could not end")
 
     def _begin_stop(self, text):
