@@ -36,7 +36,9 @@ def open_fds():
 
 def shared_files():
     """Names in shared memory and our temporary files: a fault must leave none."""
-    return set(os.listdir("/dev/shm")) | {n for n in os.listdir(tempfile.gettempdir()) if n.startswith("dtlab")}
+    ours = f"torch_{os.getpid()}_"
+    in_memory = {n for n in os.listdir("/dev/shm") if "dtlab" in n or n.startswith(ours)}
+    return in_memory | {n for n in os.listdir(tempfile.gettempdir()) if n.startswith(("dtlab-store", "dtlab-board"))}
 
 
 def stray_processes(ranks):
