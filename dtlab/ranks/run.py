@@ -108,6 +108,8 @@ class CellRun:
             self._take_failure(rank, report.unreadable(error))
 
     def _take_failure(self, rank, failure):
+        if failure["lost_peer"] and (call := self._last_call(rank)):
+            self.waits.setdefault(rank, f"in {call}")
         if failure["lost_peer"] and self._stop_at is not None:
             self.stopped.append(rank)  # its sockets were shut to stop it
             return
@@ -251,13 +253,18 @@ class CellRun:
 
         return "" if isinstance(failure, str) or not failure["name"] else missing_name_hint(failure["name"])
 
+    def _last_call(self, rank):
+        board = self.monitor.board
+        board.pump()
+        last = board.readers[rank].last
+        return board.call(rank, max(last.values())) if last else None
+
     def _last_calls(self, look):
         texts = {}
         for rank in range(self.pool.size):
             if rank in look.waits:
                 continue
-            reader = self.monitor.board.readers[rank]
-            call = self.monitor.board.call(rank, max(reader.last.values())) if reader.last else None
+            call = self._last_call(rank)
             texts[rank] = f"its last call was {call}" if call else "it has made no call"
         return texts
 
