@@ -183,7 +183,7 @@ print(f"I hold {t.item()} and got {theirs.item()}")
 # %% [markdown]
 # Third, a process ends in the middle of the work, as one does that the system kills for its memory:
 
-# %% name="exit" tags=["timing", "raises-exception"]
+# %% name="exit" tags=["exact", "raises-exception"]
 # %%ranks
 if rank == world_size - 1:
     import os
