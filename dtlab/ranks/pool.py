@@ -2,7 +2,6 @@
 import contextlib
 import os
 import sys
-import tempfile
 import threading
 
 from dtlab import machine
@@ -121,8 +120,6 @@ class Ranks:
             "device": device,
             "backend": backend,
             "threads": threads,
-            "store_path": None,
-            "generation": 0,
             "environ": {**os.environ, **_rank_environ(threads)},
         }
 
@@ -131,11 +128,6 @@ class Ranks:
     def _new_board(self):
         self._close_board()
         self._store_fd, self._board_fd = wire.anonymous_file("dtlab-store"), Board.make_file(self.size)
-        if self._nursery.method == "spawn" and not self._settings["store_path"]:
-            # where /dev/fd/N is a duplicate and not a new opening (macOS), a store needs a name
-            named, self._settings["store_path"] = tempfile.mkstemp(prefix="dtlab-store-")
-            os.close(named)
-        self._settings["generation"] += 1
         self.board = Board(self._board_fd, self.size)
 
     def _close_board(self):
@@ -218,7 +210,7 @@ class Ranks:
         self._cell_number += 1
         for rank in kept:
             fds = [self._store_fd, self._board_fd]
-            self._channels[rank].send("regroup", self._cell_number, self._settings["generation"], fds=fds)
+            self._channels[rank].send("regroup", self._cell_number, fds=fds)
         self._start(dead)
         self._await_ready(dead)
         for rank in kept:
@@ -366,9 +358,6 @@ class Ranks:
         for rank in list(self._channels):
             self._drop(rank)
         self._close_board()
-        if self._settings["store_path"]:
-            with contextlib.suppress(OSError):
-                os.unlink(self._settings["store_path"])
 
 
 def _num_threads(world_size):
