@@ -328,7 +328,7 @@ def main(settings, rank, fds):
         os.setpgid(0, 0)  # its own process group: the kernel's interrupts do not reach it, its children end with it
     die_with_parent()
     os.environ.update(settings["environ"])
-    faulthandler.enable()  # a crash in C++ prints its Python line
+    faulthandler.enable(all_threads=False)  # a crash in C++ prints its Python line
     os.dup2(fds[2], 1)
     os.dup2(fds[2], 2)
     os.close(fds[2])
