@@ -2,7 +2,7 @@
 from dtlab.plots.svg import COLOURS, box, document, label, line
 
 _WIDTH, _MARGIN, _GAP, _ROW = 650, 10, 12, 18
-_PER_LINE = 4
+_PER_LINE, _TRUNK = 4, 3
 _WIRE = {"stroke": COLOURS["communication"], "width": 3}
 
 
@@ -32,18 +32,17 @@ def ranks_picture(kernel, ranks):
     bus = _MARGIN + kernel_height + 26
     parts += [line(_WIDTH / 2, _MARGIN + kernel_height, _WIDTH / 2, bus, **_WIRE),
               label(_WIDTH / 2 + 10, bus - 9, "run, push  |  pull, results")]
+    if len(ranks) > columns:  # further lines of boxes hang on a trunk at the left edge
+        parts.append(line(_TRUNK, bus, _WIDTH / 2, bus, **_WIRE))
     for rank, names in enumerate(ranks):
-        x = _MARGIN + (rank % columns) * (width + _GAP)
-        y = bus + 18 + (rank // columns) * (rank_height + 30)
-        middle = x + width / 2
-        parts += [line(_MARGIN + width / 2, y - 18, middle, y - 18, **_WIRE),
-                  line(middle, y - 18, middle, y, **_WIRE)]
-        if rank % columns == 0:  # further lines of boxes hang on a trunk at the left edge
-            ends = (3, bus, 3, y - 18) if rank else (middle, bus, _WIDTH / 2, bus)
-            parts += [line(*ends, **_WIRE), line(3, y - 18, middle, y - 18, **_WIRE)][: 2 if rank else 1]
+        row, column = divmod(rank, columns)
+        x, y = _MARGIN + column * (width + _GAP), bus + 18 + row * (rank_height + 30)
+        middle, wire = x + width / 2, y - 18
+        parts += [line(_TRUNK if row else _WIDTH / 2, wire, middle, wire, **_WIRE),
+                  line(middle, wire, middle, y, **_WIRE)]
+        if row and column == 0:
+            parts.append(line(_TRUNK, bus, _TRUNK, wire, **_WIRE))
         parts += _world(round(x, 1), y, round(width, 1), rank_height, f"rank {rank}", names, "#E4E4E4")
-    if len(ranks) > columns:
-        parts.append(line(3, bus, _WIDTH / 2, bus, **_WIRE))
     lines = -(-len(ranks) // columns)
     height = bus + 18 + lines * (rank_height + 30) - 30 + _MARGIN
     text = "\n".join(f"{name}: {', '.join(_rows(names)) or 'nothing yet'}"

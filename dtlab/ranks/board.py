@@ -76,7 +76,7 @@ class Board:
     def __init__(self, fd, world_size, rank=None):
         self.memory = mmap.mmap(fd, board_bytes(world_size))
         self.world_size, self.rank = world_size, rank
-        self.readers = [_Reader(self, r) for r in range(world_size)]
+        self.readers = [_Reader(self.memory, self._base(r)) for r in range(world_size)]
         self._texts = {}  # text -> its place in this rank's heap
         self._heap_used = 4
 
@@ -222,8 +222,8 @@ class Board:
 class _Reader:
     """Follows one rank's log and keeps its counts."""
 
-    def __init__(self, board, rank):
-        self.board, self.rank = board, rank
+    def __init__(self, memory, base):
+        self.memory, self.base = memory, base  # not the board: a cycle would keep its descriptor open
         self.next = 0
         self.lost = False
         self.counts = {}  # (channel, kind) -> calls
@@ -234,7 +234,7 @@ class _Reader:
         self._read_texts = {0: "?"}  # place in the heap -> text
 
     def pump(self):
-        head = struct.unpack_from("<Q", self.board.memory, self.board._base(self.rank) + 8)[0]
+        head = struct.unpack_from("<Q", self.memory, self.base + 8)[0]
         while self.next < head and not self.lost:
             fields = self._fields(self.next)
             if fields is None:
@@ -251,10 +251,9 @@ class _Reader:
             self.next += 1
 
     def _fields(self, index):
-        memory = self.board.memory
-        place = self.board._base(self.rank) + 4096 + (index % NUM_RECORDS) * _RECORD_BYTES
-        record = memory[place : place + _RECORD.size]
-        (checksum,) = struct.unpack_from("<I", memory, place + _RECORD_BYTES - 4)
+        place = self.base + 4096 + (index % NUM_RECORDS) * _RECORD_BYTES
+        record = self.memory[place : place + _RECORD.size]
+        (checksum,) = struct.unpack_from("<I", self.memory, place + _RECORD_BYTES - 4)
         fields = _RECORD.unpack(record)
         return fields if zlib.crc32(record) == checksum and fields[0] == index else None
 
@@ -275,9 +274,9 @@ class _Reader:
         return text
 
     def _read_text(self, place):
-        heap = self.board._base(self.rank) + 4096 + NUM_RECORDS * _RECORD_BYTES
-        (size,) = struct.unpack_from("<I", self.board.memory, heap + place)
-        return self.board.memory[heap + place + 4 : heap + place + 4 + size].decode(errors="replace")
+        heap = self.base + 4096 + NUM_RECORDS * _RECORD_BYTES
+        (size,) = struct.unpack_from("<I", self.memory, heap + place)
+        return self.memory[heap + place + 4 : heap + place + 4 + size].decode(errors="replace")
 
 
 def rank_list(ranks):

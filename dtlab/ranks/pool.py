@@ -2,16 +2,14 @@
 import contextlib
 import os
 import sys
-import tempfile
 import threading
 
-from dtlab import machine
 from dtlab.errors import ConfigError, RankError
 from dtlab.ranks import interrupts, notebook, parcels, report, wire
 from dtlab.ranks.board import Board, rank_list
 from dtlab.ranks.nursery import nursery
 from dtlab.ranks.run import CellRun
-from dtlab.ranks.settings import check_size, check_timeout, rank_environ
+from dtlab.ranks.settings import check_size, check_timeout, num_threads, rank_environ
 from dtlab.record.results import join
 
 DEFAULT_TIMEOUT_S = 20
@@ -99,14 +97,12 @@ class Ranks:
                 cure = f"launch {gpus}, or share_gpu=True (several ranks on one GPU), or {cure}"
             raise ConfigError(f"{self.size} ranks on CUDA need {self.size} GPUs, and {gpus} are visible: {cure}")
         backend = "gloo" if device == "cpu" or share_gpu else "cpu:gloo,cuda:nccl"
-        threads = int(os.environ.get("OMP_NUM_THREADS") or max(1, machine.usable_cores() // self.size))
+        threads = num_threads(self.size)
         return {
             "world_size": self.size,
             "device": device,
             "backend": backend,
             "threads": threads,
-            "store_path": None,
-            "generation": 0,
             "environ": {**os.environ, **rank_environ(threads)},
         }
 
@@ -115,11 +111,6 @@ class Ranks:
     def _new_board(self):
         self._close_board()
         self._store_fd, self._board_fd = wire.anonymous_file("dtlab-store"), Board.make_file(self.size)
-        if self._nursery.method == "spawn" and not self._settings["store_path"]:
-            # where /dev/fd/N is a duplicate and not a new opening (macOS), a store needs a name
-            named, self._settings["store_path"] = tempfile.mkstemp(prefix="dtlab-store-")
-            os.close(named)
-        self._settings["generation"] += 1
         self.board = Board(self._board_fd, self.size)
 
     def _close_board(self):
@@ -174,6 +165,13 @@ class Ranks:
         closed = [r for r, channel in self._channels.items() if channel.closed]
         return sorted({*closed, *(r for r, pid in self.pids.items() if pid in self._nursery.exits)})
 
+    def where(self, rank):
+        """``(place of the rank's main thread, is it importing, is it in torch's communication code)``."""
+        control = self._controls[rank]
+        control.send("where")
+        frame = control.receive(timeout=0.3)
+        return frame[0][1] if frame else (None, False, False)
+
     def repair(self, dead, regroup):
         """After a failed cell: replace dead ranks and join a new group if calls are left hanging in the old one.
 
@@ -199,7 +197,7 @@ class Ranks:
         self._cell_number += 1
         for rank in kept:
             fds = [self._store_fd, self._board_fd]
-            self._channels[rank].send("regroup", self._cell_number, self._settings["generation"], fds=fds)
+            self._channels[rank].send("regroup", self._cell_number, fds=fds)
         self._start(dead)
         self._await_ready(dead)
         for rank in kept:
@@ -368,6 +366,3 @@ class Ranks:
         for rank in list(self._channels):
             self._drop(rank)
         self._close_board()
-        if self._settings["store_path"]:
-            with contextlib.suppress(OSError):
-                os.unlink(self._settings["store_path"])

@@ -24,7 +24,7 @@ class CellRun:
         self.values, self.failures, self.stopped, self.dead = {}, {}, [], []
         self.order = []  # ranks in the order in which they failed
         self.waits = {}  # rank -> where it was stopped: in a call, or at a line
-        self.monitor = Monitor(pool.board, self.ranks, pool.pids, limit_s, lambda rank: self._where(rank)[2])
+        self.monitor = Monitor(pool.board, self.ranks, pool.pids, limit_s, lambda rank: pool.where(rank)[2])
         self.hang = None  # (stuck, look, limit_s) when a wait could not end
         self.verdict = None  # (text, is_hanging, rank) of a mistake that the guard has seen
         self.interrupted = False
@@ -109,6 +109,8 @@ class CellRun:
             self._take_failure(rank, report.unreadable(error))
 
     def _take_failure(self, rank, failure):
+        if failure["lost_peer"] and (call := self._last_call(rank)):
+            self.waits.setdefault(rank, f"in {call}")
         if failure["lost_peer"] and self._stop_at is not None:
             self.stopped.append(rank)  # its sockets were shut to stop it
             return
@@ -170,17 +172,10 @@ class CellRun:
 
     def _any_importing(self):
         for rank in self.pending:
-            if self._where(rank)[1]:
+            if self.pool.where(rank)[1]:
                 self.monitor.moved(rank)
                 return True
         return False
-
-    def _where(self, rank):
-        """``(place of the rank's main thread, is it importing, is it in torch's communication code)``."""
-        control = self.pool._controls[rank]
-        control.send("where")
-        frame = control.receive(timeout=0.3)
-        return frame[0][1] if frame else (None, False, False)
 
     def _status(self, now):
         look = self.monitor.look(list(self.values), [])
@@ -198,7 +193,7 @@ class CellRun:
 
     def _begin_hang(self, stuck, look, limit_s):
         self.hang = stuck, look, limit_s
-        self.places = {r: self._where(r)[0] for r in look.running}
+        self.places = {r: self.pool.where(r)[0] for r in look.running}
         self._begin_stop("stopped: the wait could not end")
 
     def _begin_stop(self, text):
@@ -265,13 +260,18 @@ class CellRun:
 
         return "" if isinstance(failure, str) or not failure["name"] else missing_name_hint(failure["name"])
 
+    def _last_call(self, rank):
+        board = self.monitor.board
+        board.pump()
+        last = board.readers[rank].last
+        return board.call(rank, max(last.values())) if last else None
+
     def _last_calls(self, look):
         texts = {}
         for rank in range(self.pool.size):
             if rank in look.waits:
                 continue
-            reader = self.monitor.board.readers[rank]
-            call = self.monitor.board.call(rank, max(reader.last.values())) if reader.last else None
+            call = self._last_call(rank)
             texts[rank] = f"its last call was {call}" if call else "it has made no call"
         return texts
 

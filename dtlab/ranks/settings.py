@@ -27,6 +27,12 @@ def check_timeout(timeout):
         raise ConfigError(f"timeout={timeout!r}: seconds above 0, or None for no limit")
 
 
+def num_threads(world_size):
+    """Threads of a rank: the reader's own setting (the first number of a list), else its share of the cores."""
+    asked = os.environ.get("OMP_NUM_THREADS", "").partition(",")[0].strip()
+    return int(asked) if asked.isdecimal() and int(asked) else max(1, machine.usable_cores() // world_size)
+
+
 def rank_environ(threads):
     """Environment variables of a rank."""
     loopback = "lo0" if sys.platform == "darwin" else "lo"

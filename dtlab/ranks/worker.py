@@ -20,6 +20,7 @@ import torch.distributed as dist
 from dtlab.errors import ConfigError
 from dtlab.ranks import calls, cells, console, parcels
 from dtlab.ranks.board import ENDED, FAILED, RUNNING, Board
+from dtlab.ranks.store import MemoryStore
 from dtlab.ranks.wire import Channel
 from dtlab.ranks.zygote import die_with_parent
 
@@ -73,11 +74,10 @@ class Worker:
 
     def join_group(self):
         """Make the process group and the publisher on the current store and board."""
-        store = dist.FileStore(self.settings["store_path"] or f"/dev/fd/{self.store_fd}", self.world_size)
-        store = dist.PrefixStore(f"group-{self.settings['generation']}", store)
+        self.store = MemoryStore(self.store_fd)
         dist.init_process_group(
             self.settings["backend"],
-            store=store,
+            store=self.store,
             rank=self.rank,
             world_size=self.world_size,
             timeout=datetime.timedelta(days=1),  # dtlab's own limit decides, and says who waits for whom
@@ -164,7 +164,7 @@ class Worker:
 
         self._quiet(number, value)
 
-    def on_regroup(self, number, generation, fds):
+    def on_regroup(self, number, fds):
         """Leave the old group, with whatever hangs in it, and join a new one; variables stay."""
         self.publisher.guard.buffers.forget()
         calls.current = None
@@ -173,12 +173,9 @@ class Worker:
         shut_sockets()
         with contextlib.suppress(Exception):
             dist.destroy_process_group()
-        # Subtle: a FileStore opens its path again when it is destroyed, which may be at any later time (a DDP module
-        # kept by the reader holds one); so the path /dev/fd/N stays, and N becomes the new file
-        for new, old in zip(fds, (self.store_fd, self.board_fd)):
-            os.dup2(new, old)
-            os.close(new)
-        self.settings["generation"] = generation
+        self.store.close()
+        os.close(self.board_fd)
+        self.store_fd, self.board_fd = fds
         self._quiet(number, self.join_group)
 
     def _quiet(self, number, action):
@@ -354,7 +351,7 @@ def main(settings, rank, fds):
         os.setpgid(0, 0)  # its own process group: the kernel's interrupts do not reach it, its children end with it
     die_with_parent()
     os.environ.update(settings["environ"])
-    faulthandler.enable()  # a crash in C++ prints its Python line
+    faulthandler.enable(all_threads=False)  # a crash in C++ prints its Python line
     os.dup2(fds[2], 1)
     os.dup2(fds[2], 2)
     os.close(fds[2])

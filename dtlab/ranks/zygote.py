@@ -56,7 +56,6 @@ class Zygote:
         self.channel, self.method = channel, method
         self.ranks = {}  # pid -> rank
         self.children = {}  # pid -> Popen, where ranks are started as programs
-        self.store_path = None  # a file to remove at the end, where the store needs a name
 
     def serve(self):
         """Answer until the notebook's end closes, then kill what is left."""
@@ -76,13 +75,10 @@ class Zygote:
         finally:
             signal.signal(signal.SIGTERM, signal.SIG_IGN)
             self.on_kill(list(self.ranks))
-            if self.store_path:
-                with contextlib.suppress(OSError):
-                    os.unlink(self.store_path)
 
     def on_start(self, number, settings, ranks, fds):
         """Start ranks, each with its own descriptors."""
-        pids, self.store_path = {}, settings["store_path"]
+        pids = {}
         for i, rank in enumerate(ranks):
             mine = fds[i * FDS_PER_RANK : (i + 1) * FDS_PER_RANK]
             try:

@@ -86,6 +86,8 @@ x = rank
 print(f"I am one of {world_size}, and my x is {x}")
 
 # %% [markdown]
+# ### Two worlds
+#
 # Every rank made its own `x`. What is `x` in the kernel?
 
 # %% name="two-worlds" tags=["exact", "raises-exception"]
@@ -108,7 +110,11 @@ on_ranks = [{"x": value, "lesson": "'00'"} for value in values]
 plots.ranks_picture({"WORLD_SIZE": WORLD_SIZE, "values": values}, on_ranks)
 
 # %% [markdown]
-# One box, one process, one set of variables; they stay from cell to cell. Now the call from the question:
+# One box, one process, one set of variables; they stay from cell to cell.
+#
+# ### One call that all make
+#
+# Now the call from the question:
 
 # %% name="all-reduce" tags=["exact"]
 # %%ranks
@@ -123,6 +129,8 @@ t
 dtlab.reveal("00.1", int(ranks.pull("t")[-1]))
 
 # %% [markdown]
+# ### Functions
+#
 # `%%ranks` is for looking around. What is to be proved goes into a function: `ranks.run` calls it on every rank and
 # returns what each one returned. A name that the notebook does not have, here `rank` and `dist`, is the rank's own.
 
@@ -183,7 +191,7 @@ print(f"I hold {t.item()} and got {theirs.item()}")
 # %% [markdown]
 # Third, a process ends in the middle of the work, as one does that the system kills for its memory:
 
-# %% name="exit" tags=["timing", "raises-exception"]
+# %% name="exit" tags=["exact", "raises-exception"]
 # %%ranks
 if rank == world_size - 1:
     import os
@@ -207,7 +215,7 @@ print("variables:", [name for name in ("lesson", "t", "x") if name in globals()]
 #
 # Now train. The text is the reference manual that came with your Python. The model is a small GPT that predicts the
 # next byte. A fresh one gives each of the 256 bytes the same probability, so its loss is
-# $\ln 256$ nats. One process first:
+# $\ln 256$, in nats because the logarithm is the natural one. One process first:
 
 # %% name="alone"
 config = GPTConfig(hidden_size=64, num_layers=2, num_heads=4, seq_length=64)

@@ -7,6 +7,7 @@ import torch
 
 import dtlab
 
+_every_rank = set()  # process ids of all ranks there have been
 
 def live(size, **kwargs):
     """Ranks of this size: those that live, or new ones."""
@@ -26,6 +27,7 @@ sum_of_ranks.__module__ = "__main__"  # as in a notebook: it travels by value
 
 def assert_works(ranks):
     """The next cell is right on every rank, without a restart."""
+    _every_rank.update(ranks.pids.values())
     total = ranks.size * (ranks.size - 1) / 2
     assert ranks.run(sum_of_ranks) == [[total, float(ranks.size)]] * ranks.size
 
@@ -36,10 +38,20 @@ def open_fds():
 
 def shared_files():
     """Names in shared memory and our temporary files: a fault must leave none."""
-    return set(os.listdir("/dev/shm")) | {n for n in os.listdir(tempfile.gettempdir()) if n.startswith("dtlab")}
+    ours = f"torch_{os.getpid()}_"
+    in_memory = {n for n in os.listdir("/dev/shm") if "dtlab" in n or n.startswith(ours)}
+    return in_memory | {n for n in os.listdir(tempfile.gettempdir()) if n.startswith(("dtlab-store", "dtlab-board"))}
 
 
 def stray_processes(ranks):
-    """Processes below this one that are neither the zygote nor a rank."""
-    own = {ranks._nursery.process.pid, *ranks.pids.values()}
-    return [p for p in psutil.Process().children(recursive=True) if p.pid not in own and p.status() != "zombie"]
+    """Ranks that should be gone, and what they had started: each rank and its children are a process group."""
+    _every_rank.update(ranks.pids.values())
+    dead = _every_rank - set(ranks.pids.values())
+    return [p for p in psutil.process_iter() if _group(p.pid) in dead and p.status() != "zombie"]
+
+
+def _group(pid):
+    try:
+        return os.getpgid(pid)
+    except OSError:
+        return None

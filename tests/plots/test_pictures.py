@@ -1,4 +1,6 @@
 """Pictures are SVG with a title and a text that says the same."""
+import doctest
+import importlib
 from xml.etree import ElementTree
 
 import pytest
@@ -33,3 +35,8 @@ def test_curves_are_the_same_in_every_run_and_say_their_numbers():
     assert root.get("role") == "img" and root.find(f"{SVG}title").text == "loss [nats] over step: serial, 4 ranks"
     assert first.text.splitlines()[0] == "serial: loss [nats] from 5.5 to 3, 2 points"
     assert first.axes.get_xlabel() == "step"
+
+
+def test_the_docstrings_example():
+    result = doctest.testmod(importlib.import_module("dtlab.plots.ranks_picture"))
+    assert result.attempted == 2 and result.failed == 0

@@ -25,7 +25,8 @@ def test_arguments_and_keywords(ranks):
 
 
 def test_a_closure_travels(ranks, notebook):
-    assert ranks.run(notebook("def outer(k):\n    def f():\n        return k + rank\n    return f").outer(5)) == [5, 6, 7]
+    cell = notebook("def outer(k):\n    def f():\n        return k + rank\n    return f")
+    assert ranks.run(cell.outer(5)) == [5, 6, 7]
 
 
 def test_functions_call_one_another_and_themselves(ranks, notebook):
