@@ -15,7 +15,8 @@ Not caught:
       equal shape without telling names, calls made by torch itself (two DDP modules).
     - A call left out in a loop, if another one fits: it is reported when a rank ends or waits in vain.
     - The size of a message that is received from any source.
-    - Writing into a buffer in flight through numpy, C code or a thread of the reader's; a strided buffer in flight.
+    - Touching a buffer in flight through numpy, C code or a thread of the reader's, or later in the backward pass in
+      whose hook the call was made; a strided buffer in flight.
     - Handles that code of torch or of an installed library holds.
     - A group rank given for a global rank, if a member of the group has that global rank.
     - Values: a wrong divisor, a missing gradient, different seeds.
@@ -146,7 +147,7 @@ class Guard:
         root = root if root is not None and (root == self.rank) != (root == peer) else -1
         pair = Pair(mine.seq, json.loads(mine.label), json.loads(theirs.label), root, (mine, theirs))
         verdict = self.order.compare((mine.channel, mine.kind, peer), pair, mine.kind != COLLECTIVE)
-        if not verdict:
+        if not verdict or (mine.kind != COLLECTIVE and not self._in_one_go(verdict[1], pair)):
             return
         how, earlier = verdict
         what = "make the same calls in different orders" if how == "swapped" else "are out of step: one left out a call"
@@ -155,6 +156,14 @@ class Guard:
             mine, theirs = (self._line([r], call) for r, call in zip((self.rank, peer), one.calls))
             lines += [mine, theirs] if self.rank < peer else [theirs, mine]
         self.refuse("\n".join([*lines, _SAME_CALL]), is_hanging=True)
+
+    def _in_one_go(self, earlier, later):
+        """Whether both ranks made two messages one after the other; an answer between them means buffers take turns."""
+        for rank, first, last in zip((self.rank, later.calls[0].peer), earlier.calls, later.calls):
+            between = (self.board.call(rank, i) for i in range(first.index + 1, last.index))
+            if any(call is None or call.kind == _PARTNER[last.kind] for call in between):
+                return False
+        return True
 
     # end of a cell
 

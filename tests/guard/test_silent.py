@@ -325,6 +325,33 @@ def buffers_that_take_turns():
             ping, pong = pong, ping
 
 
+def ring_written_out():
+    """Two steps of a ring: what a rank sends second is what it received first, under the same name on all ranks."""
+    n, mine = dist.get_world_size(), dist.get_rank()
+    a, b = torch.full((2,), float(mine)), torch.empty(2)
+    first = dist.isend(a, (mine + 1) % n)
+    dist.recv(b, (mine - 1) % n)
+    first.wait()
+    second = dist.isend(b, (mine + 1) % n)
+    dist.recv(a, (mine - 1) % n)
+    second.wait()
+    assert a[0] == (mine - 2) % n
+
+
+def turns_written_out():
+    a, b = torch.ones(2), torch.ones(2)
+    if dist.get_rank() == 0:
+        dist.send(a, 1)
+        dist.recv(b, 1)
+        dist.send(b, 1)
+        dist.recv(a, 1)
+    elif dist.get_rank() == 1:
+        dist.recv(b, 0)
+        dist.send(a, 0)
+        dist.recv(a, 0)
+        dist.send(b, 0)
+
+
 def exchange_by_names():
     if dist.get_rank() == 0:
         mine, theirs = torch.ones(2), torch.zeros(2)
