@@ -114,8 +114,10 @@ class Memory:
             if storage is not None and (fixed or not storage.fixed and _ORDER[category] > _ORDER[storage.category]):
                 storage.category, storage.fixed = category, fixed
 
-    def meet_parameter(self, param):
-        """Label a parameter and its gradients, those to come included."""
+    def meet_parameter(self, param, storage=None):
+        """Label a parameter (whose storage may be another than before) and its gradients, those to come included."""
+        if storage is not None and storage.category != "params":
+            self.label(param, "params")
         if id(param) in self._params:
             return
         key, handle = id(param), None

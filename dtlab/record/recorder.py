@@ -12,6 +12,7 @@ from torch._subclasses.fake_tensor import FakeTensor
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from dtlab.ranks import calls
+from dtlab.ranks.guard_order import LIBRARY, USERS, owner
 from dtlab.record import flops, pipelines
 from dtlab.record.communication import Calls
 from dtlab.record.memory import Memory
@@ -66,7 +67,7 @@ class Recorder(TorchDispatchMode):
         self.last_end = 0.0  # when the last operator or call ended
         self._operators = {}  # OpOverload -> _Operator
         self._wrappers = {}  # type -> whether it stands for other tensors (DTensor, AsyncCollectiveTensor)
-        self._labels = {}  # code -> how its file is called, "" if it is not the user's
+        self._owners = {}  # code -> (whose it is, how its file is called)
         self._quiet = False
         self._began = None
 
@@ -124,17 +125,19 @@ class Recorder(TorchDispatchMode):
         return _FORWARD if differentiable else {}
 
     def _where(self, frame):
-        labels = self._labels
+        """The nearest line of the reader's; else of the library that is at work."""
+        library = ""
         while frame is not None:
-            label = labels.get(frame.f_code)
-            if label is None:
-                filename = frame.f_code.co_filename
-                skipped = any(part in filename for part in calls._SKIPPED_FILES)
-                label = labels[frame.f_code] = "" if skipped else calls.label_of(filename)
-            if label:
+            code = frame.f_code
+            if code not in self._owners:
+                self._owners[code] = owner(code.co_filename), calls.label_of(code.co_filename)
+            whose, label = self._owners[code]
+            if whose == USERS:
                 return f"{label}, line {frame.f_lineno}"
+            if whose == LIBRARY and not library:
+                library = f"{label}, line {frame.f_lineno}"
             frame = frame.f_back
-        return "torch"
+        return library or "torch"
 
     # autograd
 
@@ -160,7 +163,7 @@ class Recorder(TorchDispatchMode):
 
     def __torch_dispatch__(self, func, types, args=(), kwargs=None):
         if types and self._stand_for_others(types):
-            self._meet_parameters(args)
+            self._meet_parameters(args, wrapped=True)
             return NotImplemented  # so that the local operators are seen
         operator = self._operators.get(func)
         if operator is None:
@@ -190,10 +193,10 @@ class Recorder(TorchDispatchMode):
                 return True
         return False
 
-    def _meet_parameters(self, tensors):
+    def _meet_parameters(self, tensors, wrapped=False):
         for tensor in tensors:
             if type(tensor) is not torch.Tensor and isinstance(tensor, torch.nn.Parameter):
-                self.memory.meet_parameter(tensor)
+                self.memory.meet_parameter(tensor, None if wrapped else self.memory.of(tensor))
 
     def _compute(self, func, operator, args, kwargs):
         memory, written = self.memory, operator.written
@@ -209,7 +212,7 @@ class Recorder(TorchDispatchMode):
                 if storage is None:
                     continue
                 if type(tensor) is not torch.Tensor and isinstance(tensor, torch.nn.Parameter):
-                    memory.meet_parameter(tensor)
+                    memory.meet_parameter(tensor, storage)
                 if self.calls.in_flight and storage.id in self.calls.in_flight:
                     self.calls.touched(storage, tensor)
                 size = min(tensor.nbytes, storage.size)
