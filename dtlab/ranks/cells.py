@@ -143,5 +143,8 @@ def _is_users(filename):
 
 def show_value(value, show):
     """Send a value to the notebook as a cell shows it; figures are shown once."""
-    bundle = console.mime_bundle(value)
+    from dtlab.record.recorder import quiet
+
+    with quiet():  # a tensor's text is made by operators
+        bundle = console.mime_bundle(value)
     show("mime", bundle)
