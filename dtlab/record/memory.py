@@ -20,6 +20,7 @@ from torch._subclasses.fake_tensor import FakeTensor
 from torch.optim.optimizer import register_optimizer_step_post_hook, register_optimizer_step_pre_hook
 
 _ORDER = {"other": 0, "activations": 1, "optimizer_states": 2, "grads": 3, "params": 4}
+_PLAIN = (torch.Tensor, torch.nn.Parameter, FakeTensor)
 _LEAVES = (str, bytes, int, float, complex, bool, type(None), type, types.ModuleType, torch.dtype, torch.device)
 _storage_id = getattr(torch._C, "_storage_id", lambda tensor: tensor.untyped_storage()._cdata)
 
@@ -109,7 +110,7 @@ class Memory:
 
     def label(self, tensor, category, fixed=False):
         """Give the storage of a tensor a category, if it has none that stands above."""
-        for part in plain(tensor):
+        for part in (tensor,) if type(tensor) in _PLAIN else plain(tensor):
             storage = self.of(part)
             if storage is not None and (fixed or not storage.fixed and _ORDER[category] > _ORDER[storage.category]):
                 storage.category, storage.fixed = category, fixed

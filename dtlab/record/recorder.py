@@ -4,6 +4,7 @@
 ``memory``. The mode is on only while a recording runs.
 """
 import contextlib
+import itertools
 import sys
 import time
 
@@ -36,10 +37,10 @@ class _Operator:
         name = func._schema.name.split("::")[1]
         self.name = str(func).rpartition(".")[0]
         arguments = func._schema.arguments
-        self.written = frozenset(i for i, a in enumerate(arguments) if a.alias_info and a.alias_info.is_write)
-        self.written_names = frozenset(arguments[i].name for i in self.written)
+        written = [(i, a.name) for i, a in enumerate(arguments) if a.alias_info and a.alias_info.is_write]
+        self.written = frozenset(place for pair in written for place in pair)  # positions and names
         self.flops = flops.formula(func)
-        self.write_only = name in _WRITE_ONLY or "out" in self.written_names
+        self.write_only = name in _WRITE_ONLY or "out" in self.written
         self.reads_what_it_returns = name in _SPARSE_READS
         self.has_bytes = name not in _NO_BYTES
         is_view = (func.is_view or name == "_unsafe_view") and not self.written
@@ -67,7 +68,7 @@ class Recorder(TorchDispatchMode):
         self.last_end = 0.0  # when the last operator or call ended
         self._operators = {}  # OpOverload -> _Operator
         self._wrappers = {}  # type -> whether it stands for other tensors (DTensor, AsyncCollectiveTensor)
-        self._owners = {}  # code -> (whose it is, how its file is called)
+        self._labels = {}  # file -> how it is called; in a tuple if it is a library's, "" if torch's or dtlab's own
         self._quiet = False
         self._began = None
 
@@ -126,18 +127,22 @@ class Recorder(TorchDispatchMode):
 
     def _where(self, frame):
         """The nearest line of the reader's; else of the library that is at work."""
-        library = ""
+        library, label_of = "", self._labels.get
         while frame is not None:
-            code = frame.f_code
-            if code not in self._owners:
-                self._owners[code] = owner(code.co_filename), calls.label_of(code.co_filename)
-            whose, label = self._owners[code]
-            if whose == USERS:
-                return f"{label}, line {frame.f_lineno}"
-            if whose == LIBRARY and not library:
-                library = f"{label}, line {frame.f_lineno}"
+            label = label_of(frame.f_code.co_filename)
+            if label is None:
+                label = self._label(frame.f_code.co_filename)
+            if label:
+                if type(label) is str:
+                    return f"{label}, line {frame.f_lineno}"
+                library = library or f"{label[0]}, line {frame.f_lineno}"
             frame = frame.f_back
         return library or "torch"
+
+    def _label(self, filename):
+        whose, label = owner(filename), calls.label_of(filename)
+        self._labels[filename] = label if whose == USERS else (label,) if whose == LIBRARY else ""
+        return self._labels[filename]
 
     # autograd
 
@@ -146,8 +151,10 @@ class Recorder(TorchDispatchMode):
         self.memory.label(tensor, "activations")
         if tensor.is_leaf:
             return tensor, tensor, tensor._version
-        with quiet():  # the tensor itself would hold the graph that holds it
-            return tensor.detach(), None, tensor._version
+        quiet, self._quiet = self._quiet, True
+        detached = tensor.detach()  # the tensor itself would hold the graph that holds it
+        self._quiet = quiet
+        return detached, None, tensor._version
 
     @staticmethod
     def _unpack(packed):
@@ -178,7 +185,7 @@ class Recorder(TorchDispatchMode):
             if operator.kind is _view:
                 self._meet_parameters(args[:1])
             else:
-                for tensor in _tensors(out if isinstance(out, (list, tuple)) else (out,)):
+                for tensor in _tensors(out):
                     self.memory.of(tensor)
                 if self.fake_mode is not None and func.namespace == "_c10d_functional":
                     self.calls.functional(func, args, out)
@@ -199,21 +206,21 @@ class Recorder(TorchDispatchMode):
                 self.memory.meet_parameter(tensor, None if wrapped else self.memory.of(tensor))
 
     def _compute(self, func, operator, args, kwargs):
-        memory, written = self.memory, operator.written
+        memory, written, in_flight = self.memory, operator.written, self.calls.in_flight
         reads, writes, sizes, changed, differentiable = [], [], 0, [], False
-        places = [(a, i in written) for i, a in enumerate(args)]
-        if kwargs:
-            places += [(a, name in operator.written_names) for name, a in kwargs.items()]
-        for arg, is_written in places:
-            for tensor in (arg,) if isinstance(arg, torch.Tensor) else arg if type(arg) in (list, tuple) else ():
-                if not isinstance(tensor, torch.Tensor):
-                    continue
-                storage = memory.of(tensor)
+        for place, arg in itertools.chain(enumerate(args), kwargs.items()) if kwargs else enumerate(args):
+            if isinstance(arg, torch.Tensor):
+                arg = (arg,)
+            elif type(arg) is not list and type(arg) is not tuple:
+                continue
+            is_written = place in written
+            for tensor in arg:
+                storage = memory.of(tensor) if isinstance(tensor, torch.Tensor) else None
                 if storage is None:
                     continue
                 if type(tensor) is not torch.Tensor and isinstance(tensor, torch.nn.Parameter):
                     memory.meet_parameter(tensor, storage)
-                if self.calls.in_flight and storage.id in self.calls.in_flight:
+                if in_flight and storage.id in in_flight:
                     self.calls.touched(storage, tensor)
                 size = min(tensor.nbytes, storage.size)
                 if is_written:
@@ -223,13 +230,13 @@ class Recorder(TorchDispatchMode):
                 if not is_written or not operator.write_only:
                     reads.append(storage.id)
                     sizes += size
-                    if not is_written and (tensor.requires_grad or storage.category == "params"):
+                    if not is_written and (storage.category == "params" or tensor.requires_grad):
                         differentiable = True
         began, cpu = time.perf_counter(), time.thread_time()
         out = func(*args, **kwargs)
         cpu, ended = time.thread_time() - cpu, time.perf_counter()
         made = 0
-        for tensor in _tensors(out if isinstance(out, (list, tuple)) else (out,)):
+        for tensor in (out,) if isinstance(out, torch.Tensor) else _tensors(out):
             storage = memory.of(tensor)
             if storage is not None and storage.id not in writes:
                 writes.append(storage.id)
@@ -256,13 +263,13 @@ def record(run, roots, fake_mode=None):
     return value, recorder.finish(), {group.id: group.ranks for group in recorder.calls.groups.values()}
 
 
-def _tensors(values):
-    """The tensors among the results of an operator; lists of tensors are opened."""
-    for value in values:
-        if isinstance(value, torch.Tensor):
-            yield value
-        elif isinstance(value, (list, tuple)):
-            yield from _tensors(value)
+def _tensors(value):
+    """The tensors in the result of an operator; lists of tensors are opened."""
+    if isinstance(value, torch.Tensor):
+        yield value
+    elif isinstance(value, (list, tuple)):
+        for part in value:
+            yield from _tensors(part)
 
 
 @contextlib.contextmanager
