@@ -2,7 +2,6 @@
 import ast
 import io
 import linecache
-import re
 import sys
 import tokenize
 import traceback
@@ -38,10 +37,6 @@ class Namespace:
     def names(self):
         """The names a reader has put here."""
         return sorted(n for n in self.vars if not n.startswith("_") and n not in PREDEFINED)
-
-    def used_in(self, code):
-        """The variables that the text of a cell names."""
-        return [self.vars[n] for n in set(re.findall(r"\w+", code)) if n in self.vars]
 
     def bind(self, function_globals):
         """Let a function from the notebook see this rank's variables too.

@@ -7,6 +7,7 @@ import contextlib
 import datetime
 import faulthandler
 import os
+import re
 import signal
 import socket
 import stat
@@ -117,7 +118,8 @@ class Worker:
         """Run the text of a cell."""
         show = lambda value: cells.show_value(value, self.send_output)  # noqa: E731
         run = lambda: cells.run_code(code, label, self.namespace, show)  # noqa: E731
-        self._run(number, present, context, lambda: self._maybe_record(context, run, self.namespace.used_in(code)))
+        names = set(re.findall(r"\w+", code))
+        self._run(number, present, context, lambda: self._maybe_record(context, run, names))
 
     def on_call(self, number, present, context, parcel, files, fds):
         """Call a function that came from the notebook; its value goes back."""
@@ -130,16 +132,17 @@ class Worker:
             if "dry" in context:
                 return self._play(context["dry"], function, args, kwargs, all_globals)
             run = lambda: cells.run_function(function, args, kwargs, all_globals, self.namespace)  # noqa: E731
-            return self._maybe_record(context, run, (function, args, kwargs))
+            names = getattr(getattr(function, "__code__", None), "co_names", ())
+            return self._maybe_record(context, run, names, function, args, kwargs)
 
         self._run(number, present, context, call)
 
-    def _maybe_record(self, context, run, roots):
+    def _maybe_record(self, context, run, names, *held):
         if not context["record"]:
             return run()
         from dtlab.record.recorder import record
 
-        return record(run, roots)
+        return record(run, [*held, *(self.namespace.vars[n] for n in names if n in self.namespace.vars)])
 
     def _play(self, played, function, args, kwargs, all_globals):
         from dtlab.record.play import play

@@ -66,7 +66,7 @@ def play(run, roots, rank, world_size):
     said = io.StringIO()
     function, args, kwargs = roots
     args, kwargs = tree_map(lambda value: _fake(value, fake_mode), (args, kwargs))
-    with fake_mode, contextlib.redirect_stdout(said):
+    with fake_mode, contextlib.redirect_stdout(said), contextlib.redirect_stderr(said):
         try:
             _, events, groups = recorder.record(lambda: run(args, kwargs), (function, args, kwargs), fake_mode)
         except _READS_VALUES as error:

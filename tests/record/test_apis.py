@@ -295,6 +295,21 @@ def test_a_part_of_the_ranks_and_what_is_noted(four):
     assert (recording.meta["tokens"], recording.meta["model_flops"], recording.meta["dry"]) == (64, 1e6, False)
 
 
+def test_what_lives_on_the_ranks_counts_from_the_start(four):
+    four.run_cell(
+        "model = torch.nn.Linear(4, 4)\nadam = torch.optim.Adam(model.parameters())\n"
+        "model(torch.ones(1, 4)).sum().backward()\nadam.step()",
+        "cell [1]",
+    )
+
+    def evaluate():
+        adam.zero_grad(set_to_none=False)
+        return model(torch.ones(1, 4)).sum()
+
+    row = four.record(evaluate).memory().loc[1]
+    assert (row.params, row.grads, row.optimizer_states) == (80, 80, 2 * 80 + 2 * 4)
+
+
 def test_a_cell_is_recorded(four):
     four.run_cell("model = torch.nn.Linear(4, 4)", "cell [1]")
     recording = four.run_cell("y = model(torch.ones(2, 4))\ny.sum().backward()", "cell [2]", record=True)
