@@ -106,6 +106,15 @@ class Channel:
         del self._bytes[:end]
         return message, [self._fds.popleft() for _ in range(num_fds)]
 
+    def has_ended(self):
+        """Whether the other end is gone and nothing is left to read; takes nothing."""
+        try:
+            return self.closed or not self.sock.recv(1, socket.MSG_PEEK | socket.MSG_DONTWAIT)
+        except BlockingIOError:
+            return False
+        except OSError:
+            return True
+
     def close(self):
         """Close this end and any descriptor that came with frames nobody took."""
         self.closed = True
