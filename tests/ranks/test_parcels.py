@@ -29,6 +29,7 @@ def test_small_values_travel_inline_and_tensors_in_a_file():
 
 
 def test_kept_values_hold_memory_and_no_descriptors():
+    gc.collect()
     before = open_fds()
     kept = [there_and_back((torch.ones(1000), np.ones(1000))) for _ in range(100)]
     assert open_fds() == before and all(t.sum() == 1000 == a.sum() for t, a in kept)

@@ -146,7 +146,7 @@ def test_rich_values_stand_alone_with_their_label():
     bundle = {"text/plain": "<x>", "text/html": "<b>x</b>"}
     entries = final((0, "mime", bundle), (0, "stdout", "t\n"), (1, "mime", {"text/plain": "7"}))
     assert [(label, sorted(b) if b else None) for label, b in entries] == [
-        ("rank 0", ["text/html", "text/plain"]), ("rank 0: t\nrank 1: 7\n", None)]  # fmt: skip
+        ("rank 0", ["text/html", "text/plain"]), ("rank 0: t\n", None), ("rank 1: 7\n", None)]  # fmt: skip
 
 
 def test_a_flood_is_cut_and_counted():
