@@ -69,10 +69,11 @@ class Channel:
                 self.sock.settimeout(None)
 
     def receive_ready(self):
-        """All frames that have arrived, as ``[(message, fds), ...]``."""
+        """Arrived frames, as ``[(message, fds), ...]``; of a flood only a part, so that others are heard."""
         try:
-            while not self.closed and self._fill(socket.MSG_DONTWAIT):
-                pass
+            for _ in range(8):
+                if self.closed or not self._fill(socket.MSG_DONTWAIT):
+                    break
         except (BlockingIOError, InterruptedError):
             pass
         frames = []
