@@ -59,10 +59,10 @@ def call_text(op, kind, peer, what, where):
 
     Example:
         >>> call_text("send", SEND, 1, "4 float32", "cell [3], line 2")
-        'send to rank 1(4 float32) at cell [3], line 2'
+        'send(4 float32) to rank 1 at cell [3], line 2'
     """
     ends = {COLLECTIVE: "", SEND: f" to rank {peer}", RECV: f" from rank {peer}", RECV_ANY: " from any rank"}
-    return f"{op}{ends[kind]}" + (f"({what})" if what else "") + f" at {where}"
+    return op + (f"({what})" if what else "") + f"{ends[kind]} at {where}"
 
 
 def board_bytes(world_size):

@@ -1,6 +1,6 @@
 """IPython side: the ``%%ranks`` magic, names of cells in messages, and a hint when a name lives on the other side."""
 import linecache
-import shlex
+import re
 import sys
 import threading
 
@@ -49,32 +49,29 @@ def parse_line(line):
         >>> parse_line("0,2-3 --timeout 3 --record step")
         ([0, 2, 3], 3.0, 'step')
     """
-    ranks, timeout, record = None, ..., None
-    words = iter(shlex.split(line))
-    for word in words:
-        try:
-            option, given, value = word.partition("=")
-            if option in ("--timeout", "--record"):
-                value = value if given else next(words)
-                if option == "--record" and not value.isidentifier():
-                    raise ValueError
-                timeout, record = (float(value), record) if option == "--timeout" else (timeout, value)
-            elif ranks is None and not word.startswith("-"):
-                ranks = _parse_ranks(word)
-            else:
-                raise ValueError
-        except (ValueError, StopIteration):
-            raise ConfigError(f"{word!r} is not understood: {_USAGE}") from None
-    return ranks, timeout, record
+    timeout, record = ..., None
+    try:
+        if option := re.search(r"--timeout(=|\s+)(\S+)", line):
+            timeout = float(option[2])
+            line = line[: option.start()] + line[option.end() :]
+        if option := re.search(r"--record(=|\s+)([^\W\d]\w*)(?!\S)", line):
+            record = option[2]
+            line = line[: option.start()] + line[option.end() :]
+        return _parse_ranks(line.strip()), timeout, record
+    except ValueError:
+        raise ConfigError(f"{line.strip()!r} is not understood: {_USAGE}") from None
 
 
-def _parse_ranks(word):
-    if word == "all":
+def _parse_ranks(text):
+    if text in ("", "all"):
         return None
     ranks = []
-    for part in word.strip("[]").split(","):
+    for part in text.removeprefix("[").removesuffix("]").split(","):
         first, dash, last = part.partition("-")
-        ranks += range(int(first), int(last) + 1) if dash else [int(first)]
+        some = range(int(first), int(last) + 1) if dash else [int(first)]
+        if not some:
+            raise ValueError
+        ranks += some
     return ranks
 
 

@@ -1,8 +1,10 @@
 """``dtlab.launch``: live ranks that the notebook talks to."""
 import contextlib
 import os
+import selectors
 import sys
 import threading
+import time
 
 from dtlab.errors import ConfigError, RankError
 from dtlab.ranks import interrupts, notebook, parcels, report, wire
@@ -81,7 +83,7 @@ class Ranks:
         try:
             self._new_board()
             self._start(range(world_size))
-            self._await_ready(range(world_size))
+            self._await_joined(range(world_size))
         except BaseException:
             self._close()
             raise
@@ -136,15 +138,33 @@ class Ranks:
             for rank, (cells, control, raw) in mine.items():
                 self._channels[rank], self._controls[rank], self._raw[rank] = cells, control, raw
 
-    def _await_ready(self, ranks):
-        for rank in ranks:
-            frame = self._channels[rank].receive(REGROUP_WITHIN_S)
-            while frame and frame[0][0] == "output":
-                frame = self._channels[rank].receive(REGROUP_WITHIN_S)
-            if frame is None or frame[0][0] != "ready":
-                said = frame[0][3]["message"] if frame else "no answer"
-                text = f"rank {rank} of {self.size} did not join the group: {said}. Try `dtlab doctor`."
-                raise RankError(text, rank=rank)
+    def _await_joined(self, ranks):
+        """Wait until ranks are in the group. If one cannot join, or ends, the others would wait for it for ever."""
+        deadline = time.monotonic() + REGROUP_WITHIN_S
+        with selectors.DefaultSelector() as waiting:
+            for rank in ranks:
+                waiting.register(self._channels[rank], selectors.EVENT_READ, rank)
+            while left := waiting.get_map():
+                ready = waiting.select(max(0.0, deadline - time.monotonic()))
+                if not ready:
+                    raise self._cannot_join(min(key.data for key in left.values()), "no answer")
+                for key, _ in ready:
+                    if self._has_joined(key.data):
+                        waiting.unregister(key.fileobj)
+
+    def _has_joined(self, rank):
+        channel = self._channels[rank]
+        for message, _ in channel.receive_ready():
+            if message[0] == "done" and message[2] != "ok":
+                raise self._cannot_join(rank, message[3]["message"])
+            if message[0] == "ready" or message[:2] == ("done", self._cell_number):
+                return True
+        if channel.closed:
+            raise self._cannot_join(rank, "its process has ended")
+        return False
+
+    def _cannot_join(self, rank, why):
+        return RankError(f"rank {rank} of {self.size} did not join the group: {why}. Try `dtlab doctor`.", rank=rank)
 
     def _drop(self, rank):
         """Forget a process that has ended."""
@@ -162,7 +182,7 @@ class Ranks:
     def gone(self):
         """Ranks whose process has ended."""
         self._nursery.poll()
-        closed = [r for r, channel in self._channels.items() if channel.closed]
+        closed = [r for r, channel in self._channels.items() if channel.has_ended()]
         return sorted({*closed, *(r for r, pid in self.pids.items() if pid in self._nursery.exits)})
 
     def where(self, rank):
@@ -185,30 +205,25 @@ class Ranks:
                 self._regroup(dead)
             except RankError:
                 dead = list(range(self.size))
-                self.kill(dead)
-                self._regroup(dead)
+                self._start_anew(dead)
         return dead
+
+    def _start_anew(self, everybody):
+        self.kill(everybody)
+        try:
+            self._regroup(everybody)
+        except RankError:
+            self._close()
 
     def _regroup(self, dead):
         self._new_board()
         for rank in dead:
             self._drop(rank)
-        kept = list(self._channels)
         self._cell_number += 1
-        for rank in kept:
-            fds = [self._store_fd, self._board_fd]
-            self._channels[rank].send("regroup", self._cell_number, fds=fds)
+        for channel in self._channels.values():
+            channel.send("regroup", self._cell_number, fds=[self._store_fd, self._board_fd])
         self._start(dead)
-        self._await_ready(dead)
-        for rank in kept:
-            self._await_done(rank)
-
-    def _await_done(self, rank):
-        frame = self._channels[rank].receive(REGROUP_WITHIN_S)
-        while frame and frame[0][0] != "done":
-            frame = self._channels[rank].receive(REGROUP_WITHIN_S)
-        if frame is None or frame[0][2] != "ok":
-            raise RankError(f"rank {rank} of {self.size} could not join a new group", rank=rank)
+        self._await_joined(range(self.size))
 
     # what the notebook calls
 
@@ -297,6 +312,8 @@ class Ranks:
         if dead:
             how = report.died_text(self._nursery.exits.get(self.pids[dead[0]]))
             kept = report.kept_text(self.size, self.repair(dead, regroup=True), True)
+            if not self.alive:
+                raise ConfigError("all ranks have ended: run the launch cell again")
             print(f"{rank_list(dead)} had ended since the last cell ({how}). {kept}", file=sys.stderr)
 
     def _chosen(self, ranks):
@@ -310,7 +327,7 @@ class Ranks:
 
     def _call(self, fn, args, kwargs, ranks, timeout, context):
         if not callable(fn):
-            raise ConfigError(f"a function is needed, not {type(fn).__name__}: ranks.run(fn, *args)")
+            raise ConfigError(f"run takes a function, not {type(fn).__name__}: ranks.run(fn, *args)")
         parcel = parcels.pack((fn, args, kwargs))
         message = ("call", context, parcel, notebook.cell_sources(parcel.filenames))
         return self._cell(message, ranks, timeout, parcel=parcel)

@@ -158,7 +158,9 @@ class CellRun:
         elif self._failed_at is not None and (stuck or now - self._failed_at > GRACE_S):
             self._begin_stop(f"stopped because {rank_list(self.order[:1])} failed")
         elif self.monitor.limit_reached(ended, failed) and not self._any_importing():
-            self._begin_hang(*self._overdue(ended, failed), self.monitor.limit_s)
+            waits, look = self._overdue(ended, failed)
+            if waits:  # else somebody has gone on just now
+                self._begin_hang(waits, look, self.monitor.limit_s)
         elif now - self._started > 2:
             self.relay.status = self._status(now)
 

@@ -69,10 +69,11 @@ class Channel:
                 self.sock.settimeout(None)
 
     def receive_ready(self):
-        """All frames that have arrived, as ``[(message, fds), ...]``."""
+        """Arrived frames, as ``[(message, fds), ...]``; of a flood only a part, so that others are heard."""
         try:
-            while not self.closed and self._fill(socket.MSG_DONTWAIT):
-                pass
+            for _ in range(8):
+                if self.closed or not self._fill(socket.MSG_DONTWAIT):
+                    break
         except (BlockingIOError, InterruptedError):
             pass
         frames = []
@@ -105,6 +106,15 @@ class Channel:
         message = pickle.loads(memoryview(self._bytes)[_HEADER.size : end])
         del self._bytes[:end]
         return message, [self._fds.popleft() for _ in range(num_fds)]
+
+    def has_ended(self):
+        """Whether the other end is gone and nothing is left to read; takes nothing."""
+        try:
+            return self.closed or not self.sock.recv(1, socket.MSG_PEEK | socket.MSG_DONTWAIT)
+        except BlockingIOError:
+            return False
+        except OSError:
+            return True
 
     def close(self):
         """Close this end and any descriptor that came with frames nobody took."""

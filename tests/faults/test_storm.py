@@ -94,6 +94,8 @@ def strike(ranks, fault, seed, dice):
     started, delay_s = time.monotonic(), dice.random() * 0.4
     if fault == "kill_between":
         os.kill(ranks.pids[guilty], signal.SIGKILL)
+        while not ranks._channels[guilty].has_ended():
+            time.sleep(0.001)
         return time.sleep(delay_s / 4)
     timers = []
     if fault.startswith("interrupt"):
