@@ -173,16 +173,16 @@ class Guard:
 
         if calls.current is not None:
             calls.current._last = None
-        handles = list(self.buffers.handles.values())
-        calls_of = lambda some: [c for c in (self.board.call(self.rank, h.index) for h in some) if c]  # noqa: E731
-        dropped = calls_of(h for h in handles if h.work() is None)
+        handles = {self.board.call(self.rank, index): work for index, work in self.buffers.handles.items()}
+        handles.pop(None, None)  # so many calls ago that its text is gone
+        dropped = [call for call, work in handles.items() if work() is None]
         if not is_ok or dropped:
             self.buffers.forget()
         if is_ok and dropped and self.on:
             lines = [f"rank {self.rank} dropped a handle without wait(), so nothing says that the call was done:"]
             lines += [self._line([self.rank], call) for call in dropped]
             self.refuse("\n".join(lines), is_hanging=True)
-        return list(map(str, calls_of(handles))) if is_ok and self.on else []
+        return list(map(str, handles)) if is_ok and self.on else []
 
     # words
 

@@ -6,7 +6,7 @@ code is open. It is put at the bottom of the stack of modes, so that other modes
 """
 import functools
 import weakref
-from dataclasses import dataclass
+from typing import NamedTuple
 
 import torch
 from torch.multiprocessing.reductions import StorageWeakRef
@@ -18,23 +18,14 @@ _NO_DATA = ("empty", "new_empty", "empty_like", "zeros_like", "ones_like", "full
 _NO_DATA += ("new_zeros", "new_ones", "new_full", "set_", "resize_", "sym_size", "is_same_size", "randint_like")
 
 
-@dataclass
-class Span:
-    """Bytes of one storage that a call uses."""
+class Span(NamedTuple):
+    """Bytes of one storage that an open call uses."""
 
     storage: StorageWeakRef
     first: int
     end: int
     is_read: bool  # the call reads them: others may too
-
-
-@dataclass
-class Handle:
-    """A handle of the reader's code: its Work (weakly: a Work holds its tensors), its call, the bytes in flight."""
-
-    work: weakref.ref
-    index: int
-    spans: list
+    index: int  # of the call
 
 
 class Buffers:
@@ -42,28 +33,23 @@ class Buffers:
 
     def __init__(self, refuse):
         self.refuse = refuse  # called with (index of the call in flight, "writes" or "reads", where)
-        self.handles = {}  # index of the call -> Handle
-        self._spans = {}  # address of a storage -> [(Span, index), ...]
+        self.handles = {}  # index of a call -> its Work, weakly: a Work holds its tensors
+        self._spans = {}  # address of a storage -> [Span, ...]
         self.mode = _Watch(self)
 
     def open(self, work, index, read, written):
         """A handle went to the reader's code: watch what its call reads and writes."""
-        spans = [span(t, True) for t in read] + [span(t, False) for t in written]
-        spans = [s for s in spans if s is not None]
-        self.handles[index] = Handle(weakref.ref(work), index, spans)
-        for s in spans:
-            self._spans.setdefault(s.storage.cdata, []).append((s, index))
+        self.handles[index] = weakref.ref(work)
+        for s in [span(t, True, index) for t in read] + [span(t, False, index) for t in written]:
+            if s is not None:
+                self._spans.setdefault(s.storage.cdata, []).append(s)
         self.sync()
 
     def close(self, index):
         """The call is done."""
-        if index in self.handles:
-            for s in self.handles.pop(index).spans:
-                rest = [(other, i) for other, i in self._spans.get(s.storage.cdata, ()) if i != index]
-                if rest:
-                    self._spans[s.storage.cdata] = rest
-                else:
-                    self._spans.pop(s.storage.cdata, None)
+        if self.handles.pop(index, None) is not None:
+            rest = {key: [s for s in spans if s.index != index] for key, spans in self._spans.items()}
+            self._spans = {key: spans for key, spans in rest.items() if spans}
             self.sync()
 
     def forget(self):
@@ -90,19 +76,17 @@ class Buffers:
         """Refuse an access to a tensor whose bytes are in flight."""
         if tensor.layout != torch.strided or not self._spans:
             return
-        for s, index in self._spans.get(tensor.untyped_storage()._cdata, ()):
-            if (s.is_read and not writes) or s.storage.expired():
-                continue
-            if touches(tensor, s.first, s.end):
-                self.refuse(index, "writes" if writes else "reads", site or here())
+        for s in self._spans.get(tensor.untyped_storage()._cdata, ()):
+            if (writes or not s.is_read) and not s.storage.expired() and touches(tensor, s.first, s.end):
+                self.refuse(s.index, "writes" if writes else "reads", site or here())
 
 
-def span(tensor, is_read):
+def span(tensor, is_read, index):
     """The bytes of a tensor; None where they are not one run (a column), and where there are none."""
     if tensor.layout != torch.strided or not tensor.is_contiguous() or not tensor.numel():
         return None
     first = tensor.storage_offset() * tensor.itemsize
-    return Span(StorageWeakRef(tensor.untyped_storage()), first, first + tensor.numel() * tensor.itemsize, is_read)
+    return Span(StorageWeakRef(tensor.untyped_storage()), first, first + tensor.nbytes, is_read, index)
 
 
 def touches(tensor, first, end):

@@ -28,6 +28,7 @@ from dtlab.ranks.zygote import die_with_parent
 _STOP_SIGNAL = signal.SIGUSR2
 _ENGINE_FILES = tuple(f"/dtlab/ranks/{name}.py" for name in ("wire", "board", "calls", "console", "worker", "parcels"))
 _WAITING_FILES = ("/torch/autograd/", "/torch/distributed/", "/torch/nn/parallel/", "/dtlab/ranks/calls.py")
+_LEAVE_S = 0.5
 _STOP_AGAIN_S = 0.5  # code that swallowed the first stop gets another
 
 
@@ -174,8 +175,7 @@ class Worker:
         with self.number_lock:
             self.cell_number = number
         shut_sockets()
-        with contextlib.suppress(Exception):
-            dist.destroy_process_group()
+        leave_groups()
         self.store.close()
         os.close(self.board_fd)
         self.store_fd, self.board_fd = fds
@@ -302,6 +302,20 @@ def where_is_main_thread():
             break
         frame = frame.f_back
     return place, importing, communicates
+
+
+def leave_groups():
+    """Destroy all process groups.
+
+    Subtle: the destructor waits for gloo's threads, and a call whose sockets were shut while it began waits for ever in
+    one. So the last references are dropped in a thread that may be left behind.
+    """
+    groups = list(dist.distributed_c10d._world.pg_map)
+    with contextlib.suppress(Exception):
+        dist.destroy_process_group()
+    thread = threading.Thread(target=groups.clear, daemon=True, name="dtlab-leave")
+    thread.start()
+    thread.join(_LEAVE_S)
 
 
 def shut_sockets():
