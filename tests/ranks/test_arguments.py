@@ -74,7 +74,8 @@ def test_lines_of_the_magic(line, parsed):
 
 
 @pytest.mark.parametrize("line", [
-    "x", "1 2", "--record", "--record 1a", "--record a.b", "--timeout", "--timeout x", "--limit 3", "1-", "0,,2", "'", "3-1",
+    "x", "1 2", "--record", "--record 1a", "--record a.b", "--timeout", "--timeout x", "--limit 3", "1-", "0,,2", "'",
+    "3-1",
 ])  # fmt: skip
 def test_lines_that_are_not_understood(line):
     with pytest.raises(ConfigError, match="%%ranks"):

@@ -118,11 +118,11 @@ def test_a_reader_that_was_overrun_gives_up_and_lets_torch_decide():
 
 def test_a_full_heap_loses_texts_and_no_calls():
     group = Group(2)
-    for i in range(300):
+    for i in range(2200):
         group.publish(0, op=f"{i}" * 1500, channel=7)
     group.board.pump()
-    assert group.board.count(0, 7, COLLECTIVE) == 300
-    assert group.board.call(0, 299).op == "?"
+    assert group.board.count(0, 7, COLLECTIVE) == 2200
+    assert group.board.call(0, 2199).op == "?"
 
 
 def test_poison_reaches_every_rank_and_can_be_cleared():
