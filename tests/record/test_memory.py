@@ -111,6 +111,14 @@ def test_activations_are_what_autograd_saved(flash, dropout):
     assert live["activations"] == wanted > 0
 
 
+@pytest.mark.parametrize("dropout, mask_bytes", [(F.dropout, 2), (torch.native_dropout, 1)])
+def test_masks_of_dropout(dropout, mask_bytes):
+    """On the CPU, F.dropout keeps a mask in the tensor's own dtype; native_dropout a byte for each element."""
+    x, kept = torch.ones(1000, dtype=torch.bfloat16, requires_grad=True), []
+    live = live_at_end(record_here(lambda: kept.append(dropout(x, 0.5, True))))
+    assert live["activations"] == 1000 * mask_bytes
+
+
 def test_nothing_is_live_after_the_model_is_gone():
     def program():
         model = GPT(SMALL)
