@@ -102,10 +102,13 @@ class Driver:
 
 
 def kill_marked(mark):
-    """Kill what drivers with this mark have started and left."""
-    for pid in work.pids_started(mark):
-        with contextlib.suppress(OSError):
-            os.kill(pid, signal.SIGKILL)
+    """Kill what drivers with this mark have started and left, and see it gone."""
+    deadline = time.monotonic() + 10
+    while (left := work.pids_started(mark)) and time.monotonic() < deadline:
+        for pid in left:
+            with contextlib.suppress(OSError):
+                os.kill(pid, signal.SIGKILL)
+        time.sleep(0.02)
 
 
 class Bench:

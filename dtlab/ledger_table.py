@@ -6,7 +6,7 @@ that ships with the course (``ledger.json``), marked so. A column that nothing m
 import json
 from pathlib import Path
 
-from dtlab import notes
+from dtlab import notes, shell
 from dtlab.errors import ConfigError
 
 _TEXTS = {  # lesson -> technique, what is cut, when to use
@@ -73,13 +73,13 @@ def _from_recording(recording):
 
 def _keep(lesson, row):
     _session[lesson] = row
-    if not notes.headless():
+    if shell.in_notebook():
         notes.write("ledger", lesson, row)
 
 
 def _row(lesson):
     """This kernel's row, else the one kept beside the notebook, else the shipped one."""
-    kept = {} if notes.headless() else notes.read("ledger")
+    kept = notes.read("ledger") if shell.in_notebook() else {}
     measured = _session.get(lesson) or kept.get(lesson)
     technique, cut, use = _TEXTS[lesson]
     source = "this machine" if measured else "shipped"

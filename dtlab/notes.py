@@ -1,23 +1,12 @@
 """What a reader did, kept beside the notebook: answers to predictions, rows of the ledger.
 
 One small JSON file in the kernel's folder, so that a restarted kernel and the next lesson still know it.
-Headless runs (DTLAB_HEADLESS=1, pytest) read and write nothing: their output is the same every time.
+Only a notebook that somebody watches reads and writes it: headless output is the same every time.
 """
 import json
-import os
 from pathlib import Path
 
 FILE = ".dtlab.json"
-
-
-def headless():
-    """Whether nobody sits in front of this process: a builder, a test, or plain Python without a kernel."""
-    if os.environ.get("DTLAB_HEADLESS") == "1" or "PYTEST_CURRENT_TEST" in os.environ:
-        return True
-    import sys
-
-    shell = sys.modules["IPython"].get_ipython() if "IPython" in sys.modules else None
-    return not hasattr(shell, "kernel")
 
 
 def read(section, folder="."):

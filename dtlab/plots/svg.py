@@ -12,20 +12,27 @@ COLOURS = {
 }
 
 
-class Svg(str):
+class Svg:
     """An SVG document: shown as a picture in a notebook, with a text that says the same.
 
+    Subtle: no subclass of ``str``, whose markup IPython would show as the text.
+
     Attributes:
-        text: what the picture shows, for readers who do not see it.
+        markup: the document; also what ``str()`` gives.
+        text: what the picture shows, for readers who do not see it; also its ``repr``.
     """
 
-    def __new__(cls, markup, text):
-        self = super().__new__(cls, markup)
-        self.text = text
-        return self
+    def __init__(self, markup, text):
+        self.markup, self.text = markup, text
 
-    def _repr_mimebundle_(self, include=None, exclude=None):
-        return {"image/svg+xml": str(self), "text/plain": self.text}
+    def __str__(self):
+        return self.markup
+
+    def __repr__(self):
+        return self.text
+
+    def _repr_svg_(self):
+        return self.markup
 
 
 def document(parts, *, width, height, title, text):

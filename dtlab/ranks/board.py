@@ -206,6 +206,7 @@ class Board:
             return [m for m in call.members if m != rank and not self._has(m, call.channel, COLLECTIVE, call.seq)]
         if call.kind == RECV_ANY:
             sent = sum(self.readers[m].sends_to.get((rank, call.tag), 0) for m in call.members if m != rank)
+            sent -= self.readers[rank].receives.get(call.tag, 0)  # those are for receives that name their source
             return [] if sent > call.seq else [m for m in call.members if m != rank]
         other = RECV if call.kind == SEND else SEND
         if self._has(call.peer, call.channel, other, call.seq):
@@ -229,6 +230,7 @@ class _Reader:
         self.counts = {}  # (channel, kind) -> calls
         self.last = {}  # (channel, kind) -> index of the last call
         self.sends_to = {}  # (destination, tag) -> sends
+        self.receives = {}  # tag -> receives from a named source
         self.receives_any = 0
         self.recent = {}  # (channel, kind, seq % RECENT) -> fields of the call
         self._read_texts = {0: "?"}  # place in the heap -> text
@@ -246,6 +248,8 @@ class _Reader:
             self.last[channel, kind] = self.next
             if kind == SEND:
                 self.sends_to[peer, tag] = self.sends_to.get((peer, tag), 0) + 1
+            elif kind == RECV:
+                self.receives[tag] = self.receives.get(tag, 0) + 1
             elif kind == RECV_ANY:
                 self.receives_any += 1
             self.next += 1

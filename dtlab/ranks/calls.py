@@ -8,8 +8,8 @@ signals interrupt a wait at once, and the board always knows who waits for whom.
 
 Not seen: a wait that C++ makes by itself (DDP's reducer at the end of backward); the call it waits for is published.
 """
+import datetime
 import functools
-import json
 import threading
 import time
 import weakref
@@ -23,7 +23,7 @@ from dtlab.errors import ConfigError
 from dtlab.ranks import guard_buffers
 from dtlab.ranks.board import ANY, COLLECTIVE, RECV, RECV_ANY, SEND, call_text, rank_list
 from dtlab.ranks.guard import Guard
-from dtlab.ranks.guard_facts import Operands
+from dtlab.ranks.guard_facts import Operands, facts_without_tensors
 from dtlab.ranks.guard_order import here
 
 _P2P = {"send": SEND, "recv_": RECV, "recv_any_source_": RECV_ANY}
@@ -182,9 +182,10 @@ def install():
     after = torch._C._dispatch_keyset_full_after(torch._C.DispatchKey.BackendSelect)
     for full_name in torch._C._dispatch_get_all_op_names():
         namespace, name = full_name.split("::")
-        if namespace == "c10d" and name not in ("check_for_nan", "monitored_barrier_"):
+        if namespace == "c10d" and name != "check_for_nan":
             op = getattr(torch.ops.c10d, name).default
-            library.impl(op, _kernel(op, name, after), "BackendSelect", with_keyset=True)
+            kernel = _barrier_kernel(op, after) if name == "monitored_barrier_" else _kernel(op, name, after)
+            library.impl(op, kernel, "BackendSelect", with_keyset=True)
     functional = install.functional = torch.library.Library("_c10d_functional", "IMPL")
     wait = torch.ops._c10d_functional.wait_tensor.default
     functional.impl(wait, _wait_kernel(wait, after), "BackendSelect", with_keyset=True)
@@ -228,6 +229,24 @@ def _kernel(op, name, after):
         if kind == COLLECTIVE:
             _note_results(publisher, args[0], index)
         return out
+
+    return kernel
+
+
+def _barrier_kernel(op, after):
+    """``monitored_barrier`` has no handle to wait for, and waits with sends and receives of its own."""
+
+    def kernel(keyset, tensor, group, device_ids, timeout_ms, *rest):
+        if current is not None:
+            members, key = current.group_facts(dist.ProcessGroup.unbox(group))
+            index = current.publish(
+                "monitored_barrier", COLLECTIVE, members, key, facts=facts_without_tensors("monitored_barrier")
+            )
+            current.gate(index, timeout=datetime.timedelta(milliseconds=timeout_ms))
+            if missing := current.board.missing(current.rank, current.board.call(current.rank, index)):
+                text = f"{rank_list(missing)} did not arrive within {timeout_ms / 1000:g} s"
+                raise RuntimeError(f"monitored_barrier: {text}")
+        return op.redispatch(keyset & after, tensor, group, device_ids, timeout_ms, *rest)
 
     return kernel
 
@@ -316,10 +335,13 @@ def _gate_new_group():
 
     @functools.wraps(original)
     def new_group_with_tag(ranks=None, *args, **kwargs):
-        if current is not None and not kwargs.get("use_local_synchronization", False):
+        if current is not None:
             members, key = current.group_facts(dist.group.WORLD)
+            if ranks is not None and kwargs.get("use_local_synchronization", False):  # only the members call it
+                members = tuple(sorted({*ranks, current.rank}))
+                key = f"{key}|{members}"
             what = f"ranks={list(ranks)}" if ranks is not None else ""
-            facts = json.dumps({"op": "new_group", "ranks": sorted(members if ranks is None else ranks)})
+            facts = facts_without_tensors("new_group", ranks=tuple(sorted(members if ranks is None else ranks)))
             index = current.publish("new_group", COLLECTIVE, members, key, what=what, facts=facts)
             current.gate(index)
         return original(ranks, *args, **kwargs)

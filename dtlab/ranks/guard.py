@@ -12,7 +12,7 @@ rank leaves out and circles of waits are found by the monitor in the notebook.
 
 Not caught:
     - Swapped calls whose labels say nothing: one line for tensors without names (``for p in params``), messages of
-      equal shape without telling names, calls made by torch itself (two DDP modules).
+      equal shape without telling names, calls in two separate ifs, calls made by torch itself (two DDP modules).
     - A call left out in a loop, if another one fits: it is reported when a rank ends or waits in vain.
     - The size of a message that is received from any source.
     - Touching a buffer in flight through numpy, C code or a thread of the reader's, or later in the backward pass in

@@ -154,9 +154,14 @@ def overlapping(tensors):
 
 
 @functools.lru_cache(4096)
-def _facts(public, reduce, root, dtype, shapes, layouts, ins, outs):
+def _facts(public, reduce, root, dtype, shapes, layouts, ins, outs, **more):
     facts = {"op": public, "reduce": reduce, "root": root, "dtype": str(dtype).removeprefix("torch.")}
-    return json.dumps(facts | {"shapes": shapes, "layouts": layouts, "in": ins, "out": outs})
+    return json.dumps(facts | {"shapes": shapes, "layouts": layouts, "in": ins, "out": outs} | more)
+
+
+def facts_without_tensors(op, **more):
+    """Facts of a call that has none but its name and, for ``new_group``, its ranks."""
+    return _facts(op, None, None, "", (), (), (), (), **more)
 
 
 def call_text(facts):

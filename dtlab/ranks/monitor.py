@@ -10,7 +10,7 @@ from dataclasses import dataclass, field
 
 import psutil
 
-from dtlab.ranks.board import COLLECTIVE, Call
+from dtlab.ranks.board import COLLECTIVE, RECV_ANY, Call
 
 QUIET_S = 0.4  # no processor time for so long: the rank sleeps or waits outside Python
 PROGRESS_EVERY_S = 0.25
@@ -22,6 +22,11 @@ class Wait:
 
     call: Call
     missing: list[int]
+
+    def is_hopeless(self, never):
+        """Whether it cannot end if the ranks in ``never`` make no more calls; a receive from anybody needs only one."""
+        test = all if self.call.kind == RECV_ANY else any
+        return test(m in never for m in self.missing)
 
 
 @dataclass
@@ -39,7 +44,7 @@ class Look:
         never = {*self.ended, *self.failed}
         stuck = {rank: wait for rank, wait in self.waits.items() if wait.missing}
         while True:
-            free = [r for r, w in stuck.items() if not any(m in never or m in stuck for m in w.missing)]
+            free = [r for r, w in stuck.items() if not w.is_hopeless({*never, *stuck})]
             if not free:
                 return stuck
             for rank in free:
@@ -109,6 +114,12 @@ class Monitor:
         waits = [self._wait(rank, i) for i in indices]
         return [w for w in waits if w and w.missing]
 
+    def wait_in_torch(self, rank):
+        """``[wait]`` of a rank that sits in torch though all members have made its last call; else empty."""
+        last = self.board.readers[rank].last
+        call = self.board.call(rank, max(last.values())) if last else None
+        return [Wait(call, [])] if call and self._sits_in_communication(rank) else []
+
     def verdict(self, ended, failed):
         """Stuck ranks -> their waits, once two looks agree; else empty."""
         look = self.look(ended, failed)
@@ -164,4 +175,4 @@ class Monitor:
             return False
         if time.monotonic() - max(self._moved_at[r] for r in self.ranks) < self.limit_s:
             return False
-        return any(self._is_waiting(r) or self.open_calls(r) for r in pending)
+        return any(self._is_waiting(r) or self.open_calls(r) or self.wait_in_torch(r) for r in pending)

@@ -5,7 +5,7 @@ import sys
 import threading
 
 from dtlab.errors import ConfigError
-from dtlab.ranks.relay import notebook_shell
+from dtlab.shell import notebook_shell
 
 _USAGE = "%%ranks [RANKS] [--timeout SECONDS] [--record NAME], for example %%ranks 0,2 --timeout 30"
 

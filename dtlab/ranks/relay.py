@@ -1,31 +1,14 @@
 """In the notebook: what ranks print and show. Live while a cell runs; in rank order and folded when it has ended."""
-import os
 import sys
 import time
 
 from dtlab.ranks.board import rank_list
+from dtlab.shell import in_notebook, is_headless, notebook_shell
 
 LIVE_AFTER_S = 0.25  # quicker cells show their output once, when they have ended
 LIVE_EVERY_S = 0.1
 KEPT_CHARS = 200_000  # of each rank's text in one cell; the rest is counted
 _LIVE_LINES = 40
-
-
-def in_notebook():
-    """Whether this is a Jupyter kernel with somebody watching (not nbval, not a build)."""
-    return notebook_shell() is not None and not is_headless()
-
-
-def is_headless():
-    """Whether a test or a build runs this notebook: output comes once, at the end, as plain text."""
-    return bool(os.environ.get("PYTEST_CURRENT_TEST") or os.environ.get("DTLAB_HEADLESS"))
-
-
-def notebook_shell():
-    """The IPython shell of a Jupyter kernel, or None."""
-    ipython = sys.modules.get("IPython")
-    shell = ipython.get_ipython() if ipython else None
-    return shell if getattr(shell, "kernel", None) is not None else None
 
 
 class Relay:

@@ -1,8 +1,7 @@
 """The sentences of RankError and HangError: the cause first, then who waited where, then what is left."""
 from dtlab.errors import GuardError, HangError, RankError
-from dtlab.ranks.board import rank_list
+from dtlab.ranks.board import RECV, RECV_ANY, SEND, rank_list
 
-_PARTNER = {"send": "recv", "recv": "send"}
 _SIGNALS = {
     6: "aborted (a fatal error in C++ code)",
     7: "bus error (shared memory ran out?)",
@@ -111,7 +110,10 @@ def hang(stuck, look, last_calls, places, kept, limit_s=None):
     lines = [_headline(stuck, missing, limit_s, over)]
     for wait, ranks in _grouped(stuck):
         does = "started" if over else "waits in" if len(ranks) == 1 else "wait in"
-        lines.append(f"  {rank_list(ranks)} {does} {wait.call}" + ("" if over else f", for {rank_list(wait.missing)}"))
+        whom = f", for {rank_list(wait.missing)}" if wait.missing and not over else ""
+        lines.append(f"  {rank_list(ranks)} {does} {wait.call}{whom}")
+    if not any(wait.missing for wait in stuck.values()):
+        lines.append("All have made these calls. Is their order the same on every rank, and are the sizes equal?")
     for rank in missing:
         doing = "is not part of this cell"
         if rank in look.failed:
@@ -144,10 +146,17 @@ def _headline(stuck, missing, limit_s, over):
         return f"{rank_list(stuck)} started calls that do not fit: {', '.join(ops)}"
     if missing:
         does = "started" if over else "waits in" if len(stuck) == 1 else "wait in"
-        if len(ops) == 1 and ops[0] in _PARTNER:
-            ops = [f"{_PARTNER[ops[0]]} for the {ops[0]}"]
-        return f"{rank_list(missing)} never called {' or '.join(ops)}, which {rank_list(stuck)} {does}"
+        wanted = sorted({_wanted(w.call) for w in stuck.values()})
+        if wanted == ops:
+            return f"{rank_list(missing)} never called {' or '.join(ops)}, which {rank_list(stuck)} {does}"
+        waits = f"{rank_list(stuck)} {does} {' or '.join(ops)}"
+        return f"{rank_list(missing)} never called {' or '.join(wanted)}, and {waits}"
     return f"{rank_list(stuck)} wait for each other: {_cycle(stuck)}"
+
+
+def _wanted(call):
+    """What the others must call: the same, but a send for a receive."""
+    return {SEND: "recv", RECV: "send", RECV_ANY: "send"}.get(call.kind, call.op)
 
 
 def _cycle(stuck):

@@ -5,7 +5,7 @@ import time
 
 from dtlab.errors import RanksInterrupted
 from dtlab.ranks import parcels, report
-from dtlab.ranks.board import COLLECTIVE, RECV, SEND, rank_list
+from dtlab.ranks.board import rank_list
 from dtlab.ranks.monitor import Monitor
 from dtlab.ranks.relay import Relay
 
@@ -168,7 +168,7 @@ class CellRun:
         look = self.monitor.look(ended, failed)
         waits = dict(look.waits)
         for rank in look.running:
-            if opened := self.monitor.open_calls(rank):
+            if opened := self.monitor.open_calls(rank) or self.monitor.wait_in_torch(rank):
                 waits[rank] = opened[0]
         return waits, look
 
@@ -289,8 +289,8 @@ def is_settled(board):
     for rank, reader in enumerate(board.readers):
         if reader.lost:
             return False
-        for (_, kind), index in reader.last.items():
+        for index in reader.last.values():
             call = board.call(rank, index)
-            if call is None or (kind in (COLLECTIVE, SEND, RECV) and board.missing(rank, call)):
+            if call is None or board.missing(rank, call):
                 return False
     return True

@@ -6,7 +6,7 @@ a known misconception with its own one-line answer. Headless runs print the same
 import html
 import textwrap
 
-from dtlab import notes
+from dtlab import notes, shell
 from dtlab.errors import ConfigError
 
 _questions = {}  # key -> _Question
@@ -60,7 +60,7 @@ def predict(key, question, choices):
     if len(choices) < 2:
         raise ConfigError(f"predict({key!r}) got {len(choices)} choices; a question needs at least 2")
     asked = _questions[key] = _Question(key, question, choices)
-    if notes.headless():
+    if not shell.in_notebook():
         print(asked.static())
     else:
         asked.show()
@@ -84,7 +84,7 @@ def reveal(key, measured, right=None):
     if right is not None and str(right) not in question.choices:
         raise ConfigError(f"right={right!r} is no choice of question {key}; those are {', '.join(question.choices)}")
     right = str(measured if right is None else right)
-    if notes.headless():
+    if not shell.in_notebook():
         print(f"Question {key}, measured: {measured}")
         for choice, reply in question.choices.items():
             print(f"  {_mark(choice, right)}{choice}: {reply}")

@@ -1,5 +1,5 @@
 """Projector mode: text of at least 18 px and figures over the full width."""
-from dtlab import notes
+from dtlab import shell
 
 _ID = "dtlab-present"
 _CSS = """
@@ -15,7 +15,7 @@ _CSS = """
 
 def present(on=True):
     """Switch projector mode on (or off, ``present(False)``) for this notebook; run it again to change it."""
-    if notes.headless():
+    if not shell.in_notebook():
         print("projector mode works in a notebook with a screen")
         return
     from IPython.display import HTML, display

@@ -133,7 +133,22 @@ def mismatches():
         if rank == guilty:
             dist.new_group([guilty])
 
+    def makes_a_local_group_alone(guilty):
+        if rank == guilty:
+            dist.new_group([guilty, (guilty + 1) % world_size], use_local_synchronization=True)
+
+    def skips_a_monitored_barrier(guilty):
+        if rank != guilty:
+            dist.monitored_barrier()
+
+    def receives_from_anybody_in_vain(guilty):
+        if rank == guilty:
+            dist.recv(torch.zeros(1))
+
     return [
+        (makes_a_local_group_alone, "never called new_group, which rank {g} waits in"),
+        (skips_a_monitored_barrier, "rank {g} never called monitored_barrier"),
+        (receives_from_anybody_in_vain, "never called send, and rank {g} waits in recv"),
         (skips_a_collective, "rank {g} never called all_reduce.*2x3 float32"),
         (skips_an_async_collective, "rank {g} never called all_reduce, which .* started"),
         (makes_an_extra_collective, "never called broadcast, which rank {g} waits in"),

@@ -36,6 +36,17 @@ def test_the_limit_sees_a_wait_inside_cpp(fails):
     fails(live(2), "time limit of 1 s, DDP backward", one_sleeps, timeout=1, promise_s=3, error=HangError)
 
 
+def test_the_limit_ends_calls_that_all_have_made_in_another_order(fails):
+    def swapped():
+        first, second = (dist.all_reduce, dist.broadcast) if rank else (dist.broadcast, dist.all_reduce)
+        works = [call(torch.ones(3), async_op=True, **({"src": 0} if call is dist.broadcast else {}))
+                 for call in (first, second)]  # fmt: skip
+        [work.wait() for work in works]
+
+    error = fails(live(2), "time limit of 1 s, swapped calls", swapped, timeout=1, promise_s=3, error=HangError)
+    assert "Is their order the same on every rank" in str(error)
+
+
 def test_a_rank_that_sleeps_and_then_joins_is_waited_for():
     def sleeps_first():
         import time

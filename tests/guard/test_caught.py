@@ -403,6 +403,13 @@ def different_groups():
     dist.new_group([0, 1] if dist.get_rank() == 0 else [0, n - 1] if n > 2 else [1])  # <-
 
 
+def monitored_barrier_against_barrier():
+    if dist.get_rank() == 0:
+        dist.monitored_barrier()  # <-
+    else:
+        dist.barrier()  # <-
+
+
 def all_reduce_against_new_group():
     if dist.get_rank() == 0:
         dist.new_group([0])  # <-

@@ -4,8 +4,10 @@ import importlib
 from xml.etree import ElementTree
 
 import pytest
+from IPython.core.formatters import DisplayFormatter
 
 from dtlab.plots import curves, ranks_picture
+from dtlab.ranks.console import mime_bundle
 
 SVG = "{http://www.w3.org/2000/svg}"
 
@@ -13,7 +15,7 @@ SVG = "{http://www.w3.org/2000/svg}"
 @pytest.mark.parametrize("size", [1, 2, 4, 8])
 def test_ranks_picture_shows_each_variable_where_it_lives(size):
     picture = ranks_picture({"a<b": "1 & 2"}, [{"x": rank} for rank in range(size)])
-    root = ElementTree.fromstring(picture)
+    root = ElementTree.fromstring(str(picture))
     texts = [element.text for element in root.iter(f"{SVG}text")]
     assert "a<b = 1 & 2" in texts and [f"x = {rank}" in texts for rank in range(size)] == [True] * size
     assert root.get("role") == "img" and f"{size} ranks" in root.find(f"{SVG}title").text
@@ -21,7 +23,7 @@ def test_ranks_picture_shows_each_variable_where_it_lives(size):
 
 
 def test_nothing_is_drawn_outside_the_picture():
-    root = ElementTree.fromstring(ranks_picture({"x": "y" * 200}, [{"name": "v" * 200, "b": 2}, {}]))
+    root = ElementTree.fromstring(str(ranks_picture({"x": "y" * 200}, [{"name": "v" * 200, "b": 2}, {}])))
     width, height = (float(root.get(name)) for name in ("width", "height"))
     for rect in root.iter(f"{SVG}rect"):
         assert float(rect.get("x", 0)) + float(rect.get("width")) <= width
@@ -31,10 +33,20 @@ def test_nothing_is_drawn_outside_the_picture():
 def test_curves_are_the_same_in_every_run_and_say_their_numbers():
     first, second = (curves({"serial": [5.5, 3.0], "4 ranks": [5.5, 3.0]}, x="step", y="loss [nats]") for _ in "ab")
     assert str(first) == str(second)
-    root = ElementTree.fromstring(first)
+    root = ElementTree.fromstring(str(first))
     assert root.get("role") == "img" and root.find(f"{SVG}title").text == "loss [nats] over step: serial, 4 ranks"
     assert first.text.splitlines()[0] == "serial: loss [nats] from 5.5 to 3, 2 points"
     assert first.axes.get_xlabel() == "step"
+
+
+@pytest.mark.parametrize("picture", [
+    ranks_picture({"a": 1}, [{"x": 0}]), curves({"serial": [2.0, 1.0]}, x="step", y="loss [nats]"),
+], ids=["ranks_picture", "curves"])  # fmt: skip
+def test_a_notebook_keeps_the_picture_and_its_text_twin_not_the_markup_as_text(picture):
+    shown, _ = DisplayFormatter().format(picture)
+    assert shown["text/plain"] == picture.text and "<svg" not in picture.text
+    assert shown["image/svg+xml"] == str(picture)
+    assert mime_bundle(picture) == shown  # and from a rank
 
 
 def test_the_docstrings_example():

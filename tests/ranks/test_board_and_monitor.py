@@ -4,7 +4,7 @@ import os
 import pytest
 
 from dtlab.ranks import board as board_module
-from dtlab.ranks.board import ANY, COLLECTIVE, RECV, RECV_ANY, SEND, Board, rank_list
+from dtlab.ranks.board import ANY, COLLECTIVE, RECV, RECV_ANY, SEND, Board, Call, rank_list
 from dtlab.ranks.monitor import Look, Monitor, Wait
 from dtlab.ranks.run import is_settled
 
@@ -96,6 +96,21 @@ def test_a_receive_from_anybody_meets_the_first_send():
     group.publish(2, "send", SEND, 1)
     group.board.pump()
     assert group.board.missing(1, receive) == []
+
+
+def test_a_receive_from_anybody_leaves_others_their_sends():
+    group = Group(3)
+    group.publish(2, "send", SEND, 1), group.publish(1, "recv", RECV, 2)
+    receive = group.board.call(1, group.publish(1, "recv", RECV_ANY))
+    group.board.pump()
+    assert group.board.missing(1, receive) == [0, 2]
+
+
+def test_a_receive_from_anybody_is_stuck_when_nobody_is_left():
+    group = Group(3)
+    group.wait(1, "recv", RECV_ANY)
+    assert group.stuck(ended=[0]) == {}
+    assert group.stuck(ended=[0, 2]) == {1: [0, 2]}
 
 
 def test_a_log_longer_than_the_ring_is_followed(monkeypatch):
@@ -218,7 +233,7 @@ def test_open_calls_and_settled_boards():
 
 
 def test_stuck_is_pure_logic():
-    call = object()
+    call = Call(0, 1, 0, COLLECTIVE, -1, 0, "all_reduce", "cell [1], line 1", "", (0, 1, 2))
     look = Look({0: Wait(call, [1]), 1: Wait(call, [2]), 3: Wait(call, [0, 4])}, running=[2], ended=[4], failed=[])
     assert sorted(look.stuck()) == [3]
 

@@ -1,7 +1,7 @@
 """Questions: what a reader sees headless and live, and what is kept."""
 import pytest
 
-from dtlab import notes
+from dtlab import notes, shell
 from dtlab.errors import ConfigError
 from dtlab.widgets import predict as module
 
@@ -20,7 +20,7 @@ def live(monkeypatch):
     import IPython.display
 
     shown = []
-    monkeypatch.setattr(notes, "headless", lambda: False)
+    monkeypatch.setattr(shell, "in_notebook", lambda: True)
     monkeypatch.setattr(IPython.display, "display", lambda bundle, raw=False: shown.append(bundle))
     return shown
 
