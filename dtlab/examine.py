@@ -104,7 +104,7 @@ def system_finding(system=None, release=None) -> Finding:
     text = f"{system} {release}, {platform.machine()}"
     if system == "Windows":
         cure = "install WSL2 (wsl --install), open Ubuntu there, clone and run make lab in it"
-        return _problem("system", text, f"ranks need Linux's processes: {cure}; the lessons read without ranks meanwhile")
+        return _problem("system", text, f"ranks need Linux's processes: {cure}; until then the lessons can be read")
     if system == "Darwin" and platform.machine() == "x86_64":
         return _problem("system", text, "PyTorch 2.6 and newer has no Intel macOS build: use a Linux machine or Colab")
     if system == "Darwin":
@@ -261,6 +261,6 @@ def _openmp(loaded=None) -> Finding:
 
 
 _CHECKS = (
-    system_finding, _python, _packages, _numpy_bridge, _cores, _memory, _shared_memory, _loopback, _host_name, _interface,
-    _gpus, _widgets, _openmp,
+    system_finding, _python, _packages, _numpy_bridge, _cores, _memory, _shared_memory, _loopback, _host_name,
+    _interface, _gpus, _widgets, _openmp,
 )  # fmt: skip
