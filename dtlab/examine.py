@@ -9,7 +9,6 @@ import importlib.util
 import os
 import platform
 import re
-import shutil
 import socket
 import sys
 from dataclasses import dataclass
@@ -87,63 +86,64 @@ def _version(package):
         return None
 
 
+def _ok(name, text):
+    return Finding(name, "ok", text)
+
+
+def _note(name, text, cure=""):
+    return Finding(name, "note", text, cure)
+
+
+def _problem(name, text, cure):
+    return Finding(name, "problem", text, cure)
+
+
 def system_finding(system=None, release=None) -> Finding:
     """Which system this is: ranks need Linux, WSL2 or (not tried) macOS."""
     system, release = system or platform.system(), release or platform.release()
     text = f"{system} {release}, {platform.machine()}"
     if system == "Windows":
-        return Finding(
-            "system",
-            "problem",
-            text,
-            "ranks need Linux's processes: install WSL2 (wsl --install), open Ubuntu "
-            "there, clone and run make lab in it; the lessons read without ranks meanwhile",
-        )
+        cure = "install WSL2 (wsl --install), open Ubuntu there, clone and run make lab in it"
+        return _problem("system", text, f"ranks need Linux's processes: {cure}; until then the lessons can be read")
+    if system == "Darwin" and platform.machine() == "x86_64":
+        return _problem("system", text, "PyTorch 2.6 and newer has no Intel macOS build: use a Linux machine or Colab")
     if system == "Darwin":
-        intel = platform.machine() == "x86_64"
-        cure = (
-            "PyTorch 2.6 and newer has no Intel macOS build: use a Linux machine or Colab"
-            if intel
-            else "not tried on macOS: ranks start by spawn, so the first start takes some 10 s, later ones do not"
-        )
-        return Finding("system", "problem" if intel else "note", text, cure)
-    return Finding("system", "ok", text + (", WSL2" if "microsoft" in release.lower() else ""))
+        cure = "each launch takes some 10 s, and so does replacing a rank that died"
+        return _note("system", text, f"not tried on macOS: ranks start by spawn, so {cure}")
+    return _ok("system", text + (", WSL2" if "microsoft" in release.lower() else ""))
 
 
 def _python(version=None) -> Finding:
     version = version or sys.version_info
     text = ".".join(map(str, version[:3]))
     if tuple(version[:2]) < (3, 10):
-        return Finding("python", "problem", text, "dtlab needs Python 3.10 or newer: make lab PYTHON=python3.12")
-    return Finding("python", "ok", f"{text} ({sys.prefix})")
+        return _problem("python", text, "dtlab needs Python 3.10 or newer: make lab PYTHON=python3.12")
+    return _ok("python", f"{text} ({sys.prefix})")
 
 
 def _packages(version=_version) -> Finding:
-    found = {name: version(name) for name in ("torch", "numpy", "pandas", "cloudpickle", "matplotlib")}
+    found = {name: version(name) for name in ("torch", "numpy", "pandas", "cloudpickle", "psutil", "matplotlib")}
     missing = [name for name, number in found.items() if number is None]
     if missing:
-        return Finding(
-            "packages", "problem", f"not installed: {', '.join(missing)}", "make lab (or python3 -m dtlab lab)"
-        )
-    return Finding("packages", "ok", ", ".join(f"{name} {number}" for name, number in found.items()))
+        return _problem("packages", f"not installed: {', '.join(missing)}", "make lab (or python3 -m dtlab lab)")
+    return _ok("packages", ", ".join(f"{name} {number}" for name, number in found.items()))
 
 
 def _numpy_bridge(convert=None) -> Finding:
     """A tensor to numpy and back: fails when torch was built for numpy 1 and numpy 2 is installed."""
+    name, cure = "tensor.numpy()", 'this torch needs an older numpy: pip install "numpy<2"'
     if convert is None:
         if importlib.util.find_spec("torch") is None:
-            return Finding("tensor.numpy()", "note", "not tried, torch is not installed")
+            return _note(name, "not tried, torch is not installed")
         import torch
 
         def convert():
             return torch.from_numpy(torch.arange(3).numpy()).tolist()
 
     try:
-        well = convert() == [0, 1, 2]
-        return Finding("tensor.numpy()", "ok" if well else "problem", "round trip works" if well else "wrong values")
+        return _ok(name, "round trip works") if convert() == [0, 1, 2] else _problem(name, "wrong values", cure)
     except (RuntimeError, ImportError, TypeError) as error:
-        first = (str(error).splitlines() or [""])[0]
-        return Finding("tensor.numpy()", "problem", first, 'this torch needs an older numpy: pip install "numpy<2"')
+        return _problem(name, (str(error).splitlines() or [""])[0], cure)
 
 
 def _cores(usable=None, installed=None, quota=None) -> Finding:
@@ -152,56 +152,45 @@ def _cores(usable=None, installed=None, quota=None) -> Finding:
     text = f"{usable} core{'s' if usable > 1 else ''}"
     if usable < installed:
         why = f"a cgroup quota of {quota:g}" if quota else "the CPU affinity"
-        return Finding("cores", "ok", f"{text} usable of {installed} ({why})")
-    return Finding("cores", "ok", text)
+        return _ok("cores", f"{text} usable of {installed} ({why})")
+    return _ok("cores", text)
 
 
 def _memory(available=None, total=None, limit=None) -> Finding:
     available = machine.memory_available_bytes() if available is None else available
-    total, limit = total or machine.memory_total_bytes(), limit or machine.memory_limit_bytes()
-    ranks = machine.max_ranks(available)
+    total = machine.memory_total_bytes() if total is None else total
+    if not total:
+        return _note("memory", "memory not known here")
+    limit, ranks = limit or machine.memory_limit_bytes(), machine.max_ranks(available)
     text = f"{available / _GIB:.1f} GiB free of {total / _GIB:.1f} (room for {ranks} rank{'s' if ranks > 1 else ''})"
     if limit and limit <= total:
         text += ", cgroup limit"
     if ranks < 4:
-        return Finding(
-            "memory",
-            "problem",
-            text,
-            f"the lessons start 4 ranks of about 150 MB: close programs, raise the "
-            f"container's limit, or set WORLD_SIZE = {min(ranks, 2)} in the import cell",
-        )
-    return Finding("memory", "ok", text)
+        cure = f"raise the container's limit, or set WORLD_SIZE = {min(ranks, 2)} in the import cell"
+        return _problem("memory", text, f"the lessons start 4 ranks of about 150 MB: close programs, {cure}")
+    return _ok("memory", text)
 
 
 def _shared_memory(size=None) -> Finding:
+    """Ranks do not use /dev/shm; the workers of a DataLoader do."""
     size = size or machine.shared_memory_bytes()
     if size is None:
-        return Finding("/dev/shm", "note", "not there: tensors take a slower way between ranks and notebook")
+        return _ok("/dev/shm", "not there, and ranks do not need it")
     total, free = size
     text = f"{free / _MIB:.0f} MiB free of {total / _MIB:.0f}"
     if free < 256 * _MIB:
-        return Finding(
-            "/dev/shm",
-            "problem",
-            text,
-            "large tensors will not fit: docker run --shm-size=1g (Kubernetes: an "
-            "emptyDir with medium Memory on /dev/shm)",
-        )
-    return Finding("/dev/shm", "ok", text)
+        cure = "docker run --shm-size=1g (Kubernetes: an emptyDir with medium Memory on /dev/shm)"
+        return _note("/dev/shm", f"{text}: ranks do not need it, the workers of a torch DataLoader do", cure)
+    return _ok("/dev/shm", text)
 
 
 def _loopback(connect=None) -> Finding:
     try:
         (connect or _connect_to_self)()
-        return Finding("loopback", "ok", "127.0.0.1 answers")
+        return _ok("loopback", "127.0.0.1 answers")
     except OSError as error:
-        return Finding(
-            "loopback",
-            "problem",
-            f"127.0.0.1 does not answer ({error})",
-            "ranks talk over it: sudo ip link set lo up, or let the firewall pass loopback",
-        )
+        cure = "ranks talk over it: sudo ip link set lo up, or let the firewall pass loopback"
+        return _problem("loopback", f"127.0.0.1 does not answer ({error})", cure)
 
 
 def _connect_to_self():
@@ -212,68 +201,43 @@ def _connect_to_self():
 def _host_name(resolve=socket.gethostbyname, name=None) -> Finding:
     name = name or socket.gethostname()
     try:
-        return Finding("host name", "ok", f"{name} is {resolve(name)}")
+        return _ok("host name", f"{name} is {resolve(name)}")
     except OSError:
-        return Finding(
-            "host name",
-            "note",
-            f"{name} has no address; dtlab's ranks use loopback and do not mind",
-            f"for torchrun add to /etc/hosts: 127.0.0.1 {name}",
-        )
+        text = f"{name} has no address; dtlab's ranks use loopback and do not mind"
+        return _note("host name", text, f"for torchrun add to /etc/hosts: 127.0.0.1 {name}")
 
 
-def _interface(env=None, interfaces=None) -> Finding:
+def _interface(env=None) -> Finding:
     name = (os.environ if env is None else env).get("GLOO_SOCKET_IFNAME")
-    if not name:
-        return Finding("GLOO_SOCKET_IFNAME", "ok", "not set")
-    if interfaces is None:
-        interfaces = [found for _, found in socket.if_nameindex()] if hasattr(socket, "if_nameindex") else [name]
-    missing = [part for part in name.split(",") if part not in interfaces]
-    if missing:
-        return Finding(
-            "GLOO_SOCKET_IFNAME",
-            "problem",
-            f"is {name}, and there is no interface {', '.join(missing)} here",
-            f"unset GLOO_SOCKET_IFNAME, or set it to one of {', '.join(interfaces)}",
-        )
-    return Finding("GLOO_SOCKET_IFNAME", "note", f"is {name}: set by you, so gloo uses it")
+    if name:
+        return _note("GLOO_SOCKET_IFNAME", f"is {name}: for torchrun only, dtlab's ranks use loopback")
+    return _ok("GLOO_SOCKET_IFNAME", "not set")
 
 
 def _gpus(names=None) -> Finding:
     names = machine.gpu_names()[: machine.gpu_count()] if names is None else names
     if not names:
-        return Finding("gpus", "ok", "no GPU: ranks use gloo on the CPU")
+        return _ok("gpus", "no GPU: ranks use gloo on the CPU")
     text = f"{len(names)} GPU{'s' if len(names) > 1 else ''} ({names[0]})"
     version = _version("torch") or ""
     if version.endswith("+cpu"):
-        return Finding(
-            "gpus", "note", f"{text}, torch {version} cannot use it", "pip install torch from pip's own index"
-        )
+        return _note("gpus", f"{text}, torch {version} cannot use it", "pip install torch from pip's own index")
     if len(names) < 4:
-        return Finding(
-            "gpus",
-            "note",
-            f"{text}: fewer than 4, so 4 ranks use gloo on the CPU",
-            'launch(4, device="cuda", share_gpu=True) puts several ranks on one GPU',
-        )
-    return Finding("gpus", "ok", text)
+        cure = 'launch(4, device="cuda", share_gpu=True) puts several ranks on one GPU'
+        return _note("gpus", f"{text}: fewer than 4, so 4 ranks use gloo on the CPU", cure)
+    return _ok("gpus", text)
 
 
 def _widgets(version=_version) -> Finding:
     found = {name: version(name) for name in ("jupyterlab", "ipywidgets", "jupyterlab-widgets", "ipykernel")}
     missing = [name for name, number in found.items() if number is None]
     if missing:
-        return Finding(
-            "widgets",
-            "problem",
-            f"not installed: {', '.join(missing)}; questions and sliders will show as text",
-            f"{Path(sys.executable).name} -m pip install {' '.join(missing)}, then reload the page",
-        )
+        text = f"not installed: {', '.join(missing)}; questions and sliders will show as text"
+        cure = f"{Path(sys.executable).name} -m pip install {' '.join(missing)}, then reload the page"
+        return _problem("widgets", text, cure)
     if int(found["ipywidgets"].split(".")[0]) < 8:
-        return Finding(
-            "widgets", "problem", f"ipywidgets {found['ipywidgets']} is too old", 'pip install "ipywidgets>=8.1"'
-        )
-    return Finding("widgets", "ok", ", ".join(f"{name} {number}" for name, number in found.items()))
+        return _problem("widgets", f"ipywidgets {found['ipywidgets']} is too old", 'pip install "ipywidgets>=8.1"')
+    return _ok("widgets", ", ".join(f"{name} {number}" for name, number in found.items()))
 
 
 def openmp_runtimes(maps="/proc/self/maps") -> "list[str]":
@@ -282,50 +246,21 @@ def openmp_runtimes(maps="/proc/self/maps") -> "list[str]":
         text = Path(maps).read_text()
     except OSError:
         return []
-    paths = {line.split()[-1] for line in text.splitlines() if "/" in line}
-    return sorted(
-        {os.path.basename(p) for p in paths if re.match(r"lib(gomp|omp|iomp5)\b|libgomp-", os.path.basename(p))}
-    )
+    names = {os.path.basename(line.split()[-1]) for line in text.splitlines() if "/" in line}
+    return sorted(name for name in names if re.match(r"lib(gomp|omp|iomp5)\b|libgomp-", name))
 
 
 def _openmp(loaded=None) -> Finding:
     loaded = openmp_runtimes() if loaded is None else loaded
-    kinds = {re.match(r"lib(gomp|omp|iomp5)", name).group(1) for name in loaded}
     text = ", ".join(loaded) or "none loaded"
-    if len(kinds) > 1 or len(loaded) > 1:
-        return Finding(
-            "openmp",
-            "note",
-            f"two runtimes in this process ({text}): work can hang at 0 % CPU",
-            "install torch and numpy from one source (all by pip or all by conda) in a new environment; "
-            "never set KMP_DUPLICATE_LIB_OK",
-        )
-    return Finding("openmp", "ok", text)
-
-
-def _tools() -> Finding:
-    """What only maintainers and authors need; never a problem."""
-    chromium = next(
-        (found for name in ("chromium", "chromium-browser", "google-chrome") if (found := shutil.which(name))), None
-    )
-    if chromium is None:
-        return Finding("browser tests", "ok", "no Chromium here: the tests marked ui are skipped, lessons need none")
-    return Finding("browser tests", "ok", chromium)
+    if len(loaded) > 1:
+        cure = "install torch and numpy from one source (all by pip or all by conda) in a new environment"
+        text = f"two runtimes in this process ({text}): work can hang at 0 % CPU"
+        return _note("openmp", text, f"{cure}; never set KMP_DUPLICATE_LIB_OK")
+    return _ok("openmp", text)
 
 
 _CHECKS = (
-    system_finding,
-    _python,
-    _packages,
-    _numpy_bridge,
-    _cores,
-    _memory,
-    _shared_memory,
-    _loopback,
-    _host_name,
-    _interface,
-    _gpus,
-    _widgets,
-    _openmp,
-    _tools,
-)
+    system_finding, _python, _packages, _numpy_bridge, _cores, _memory, _shared_memory, _loopback, _host_name,
+    _interface, _gpus, _widgets, _openmp,
+)  # fmt: skip

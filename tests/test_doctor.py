@@ -1,8 +1,10 @@
 """Every finding of the doctor: what it says when all is well, and the cure when it is not."""
 
+import os
 import socket
 import subprocess
 import sys
+from pathlib import Path
 
 import pytest
 
@@ -56,7 +58,9 @@ def test_wsl2_is_linux():
     assert examine.system_finding("Linux", "5.15.0-microsoft-standard-WSL2").text.endswith("WSL2")
 
 
-@pytest.mark.parametrize("processor, level, cure", [("arm64", "note", "spawn"), ("x86_64", "problem", "Colab")])
+@pytest.mark.parametrize("processor, level, cure", [
+    ("arm64", "note", "each launch takes some 10 s"), ("x86_64", "problem", "Colab"),
+])  # fmt: skip
 def test_macos_differs_by_processor(monkeypatch, processor, level, cure):
     monkeypatch.setattr(examine.platform, "machine", lambda: processor)
     needs(examine.system_finding("Darwin", "25.1"), cure, level)
@@ -90,14 +94,33 @@ def test_little_memory_says_how_many_ranks_fit():
     assert examine._memory(2 * GIB, 2 * GIB, 2 * GIB).level == "ok"
 
 
-def test_a_small_shared_memory_is_named_with_its_cure():
-    assert needs(examine._shared_memory((64 << 20, 60 << 20)), "--shm-size=1g") == "60 MiB free of 64"
+def test_memory_that_no_system_call_tells_is_no_problem(monkeypatch):
+    assert examine._memory(0, 0) == Finding("memory", "note", "memory not known here")
+
+
+def test_a_small_shared_memory_is_a_note_for_dataloaders_since_ranks_do_not_use_it():
+    text = needs(examine._shared_memory((64 << 20, 60 << 20)), "--shm-size=1g", "note")
+    assert text.startswith("60 MiB free of 64") and "DataLoader" in text
     assert examine._shared_memory((GIB, GIB)).level == "ok"
 
 
-def test_no_shared_memory_is_only_a_note(monkeypatch):
+def test_no_shared_memory_is_no_finding(monkeypatch):
     monkeypatch.setattr(machine, "shared_memory_bytes", lambda: None)
-    assert examine._shared_memory().level == "note"
+    assert examine._shared_memory().level == "ok"
+
+
+@pytest.mark.ranks
+def test_ranks_do_not_use_shared_memory():
+    """What the doctor says of /dev/shm is so: what ranks share is memory without a file."""
+    if not Path("/proc/self/fd").is_dir() or not hasattr(os, "memfd_create"):
+        pytest.skip("only Linux tells")
+    import torch
+
+    with dtlab.launch(2) as ranks:
+        ranks.push(x=torch.ones(1 << 18))
+        opened = [os.readlink(link) for pid in ranks.pids.values() for link in Path(f"/proc/{pid}/fd").iterdir()]
+    assert any(name.startswith("/memfd:") for name in opened)
+    assert not [name for name in opened if name.startswith("/dev/shm/")]
 
 
 def test_a_dead_loopback_is_a_problem():
@@ -115,11 +138,11 @@ def test_a_host_name_without_address_is_only_a_note():
     needs(examine._host_name(unknown, "bogus"), "127.0.0.1 bogus", "note")
 
 
-def test_a_preset_gloo_interface_that_is_not_there_is_named():
-    text = needs(examine._interface({"GLOO_SOCKET_IFNAME": "utun9"}, ["lo", "eth0"]), "unset GLOO_SOCKET_IFNAME")
-    assert "utun9" in text
-    assert examine._interface({"GLOO_SOCKET_IFNAME": "lo"}, ["lo", "eth0"]).level == "note"
-    assert examine._interface({}, ["lo"]).level == "ok"
+@pytest.mark.parametrize("name", ["utun9", "lo"])
+def test_a_preset_gloo_interface_is_a_note_since_ranks_use_loopback(name):
+    text = needs(examine._interface({"GLOO_SOCKET_IFNAME": name}), "", "note")
+    assert name in text and "torchrun only" in text and "loopback" in text
+    assert examine._interface({}).level == "ok"
 
 
 def test_gpus_and_what_ranks_do_with_them(monkeypatch):

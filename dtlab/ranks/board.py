@@ -1,6 +1,6 @@
 """The board: shared memory in which every rank publishes its communication calls and says where it waits.
 
-Each rank writes only its own part; peers and the notebook read it. A rank's part holds its state and an append-only
+Each rank writes only its own part; peers and the notebook read it. A rank's part says where it waits and holds an append-only
 log of calls (a ring of fixed-size records; texts stand in a heap beside it). The poison text, written by the
 notebook, ends every wait.
 
@@ -15,11 +15,10 @@ from dataclasses import dataclass
 
 from dtlab.ranks import wire
 
-IDLE, RUNNING, ENDED, FAILED = range(4)  # state of a rank: between cells, in a cell, done with it, failed in it
 COLLECTIVE, SEND, RECV, RECV_ANY = range(4)  # kind of a call
 ANY = -1  # the peer of a receive from any source
 
-_STATE = struct.Struct("<QQQQ")  # state, calls published, call it waits in + 1 (0: none), cell number
+_STATE = struct.Struct("<QQ")  # calls published, call it waits in + 1 (0: none)
 _RECORD = struct.Struct("<QQIiiB3xIIIIII")  # index, channel, seq, peer, tag, kind, texts of: op, ... label
 _RECORD_BYTES = 64  # the record and, in the last four bytes, its checksum
 NUM_RECORDS = 1 << 14
@@ -93,20 +92,13 @@ class Board:
     # state
 
     def state(self, rank):
-        """``(state, calls published, index of the call it waits in or None, cell number)`` of a rank."""
-        state, head, waiting, cell = _STATE.unpack_from(self.memory, self._base(rank))
-        return state, head, (waiting - 1 if waiting else None), cell
-
-    def set_state(self, state, rank=None, cell=None):
-        """Set a rank's state (its own by default) and, with ``cell``, the number of the cell it works on."""
-        base = self._base(self.rank if rank is None else rank)
-        struct.pack_into("<Q", self.memory, base, state)
-        if cell is not None:
-            struct.pack_into("<Q", self.memory, base + 24, cell)
+        """``(calls published, index of the call it waits in or None)`` of a rank."""
+        head, waiting = _STATE.unpack_from(self.memory, self._base(rank))
+        return head, (waiting - 1 if waiting else None)
 
     def set_waiting(self, index):
         """Say that this rank waits in call ``index``; None when it goes on."""
-        struct.pack_into("<Q", self.memory, self._base(self.rank) + 16, 0 if index is None else index + 1)
+        struct.pack_into("<Q", self.memory, self._base(self.rank) + 8, 0 if index is None else index + 1)
 
     # poison
 
@@ -153,13 +145,13 @@ class Board:
     def publish(self, *, channel, seq, kind, peer, tag, op, where, what, members, facts="", label=""):
         """Append a call to this rank's log; its index."""
         base = self._base(self.rank)
-        (index,) = struct.unpack_from("<Q", self.memory, base + 8)
+        (index,) = struct.unpack_from("<Q", self.memory, base)
         texts = [self._text(t) for t in (op, where, what, ",".join(map(str, members)), facts, label)]
         record = _RECORD.pack(index, channel, seq, peer, tag, kind, *texts)
         place = base + 4096 + (index % NUM_RECORDS) * _RECORD_BYTES
         self.memory[place : place + len(record)] = record
         struct.pack_into("<I", self.memory, place + _RECORD_BYTES - 4, zlib.crc32(record))
-        struct.pack_into("<Q", self.memory, base + 8, index + 1)
+        struct.pack_into("<Q", self.memory, base, index + 1)
         return index
 
     def _text(self, text):
@@ -236,7 +228,7 @@ class _Reader:
         self._read_texts = {0: "?"}  # place in the heap -> text
 
     def pump(self):
-        head = struct.unpack_from("<Q", self.memory, self.base + 8)[0]
+        head = struct.unpack_from("<Q", self.memory, self.base)[0]
         while self.next < head and not self.lost:
             fields = self._fields(self.next)
             if fields is None:

@@ -117,18 +117,47 @@ def describe_error(error):
         frames = [traceback.FrameSummary(error.filename, error.lineno, "<module>", line=source, lookup_line=False)]
     own = [f for f in frames if _is_users(f.filename)] or frames[-1:]
     deepest = [] if not frames or frames[-1] in own or isinstance(error, DtlabError) else [frames[-1]]
-    message = error.msg if isinstance(error, SyntaxError) else str(error)
+    message = error.msg if isinstance(error, SyntaxError) else _text_of(error)
     if isinstance(error, SyntaxError) and own and own[0].line and own[0].line.lstrip()[:1] in "%!":
         message = "magics (%...) and shell lines (!...) work in the notebook, not on ranks"
     return {
         "type": type(error).__name__,
         "message": message if len(message) < 5000 else message[:5000] + " ...",
-        "frames": [(calls.label_of(f.filename), f.lineno, f.name, f.line) for f in own + deepest],
-        "traceback": "".join(traceback.format_exception(error)),
-        "call": getattr(error, "call", ""),
+        "frames": [(*_place(f), f.name, f.line) for f in own + deepest],
+        "traceback": _text_of_traceback(error),
+        "place": "{}, line {}".format(*_place(own[-1])) if own and _is_users(own[-1].filename) else "",
+        "call": _call_of(error),
         "lost_peer": isinstance(error, RuntimeError) and any(text in message for text in _LOST),
         "name": getattr(error, "name", None) if isinstance(error, NameError) else None,
     }
+
+
+def _place(frame):
+    return calls.label_of(frame.filename), frame.lineno
+
+
+def _text_of(error):
+    """``str(error)``, also of an exception whose own ``__str__`` fails."""
+    try:
+        return str(error)
+    except Exception as second:
+        return f"(its text cannot be shown: {type(second).__name__})"
+
+
+def _text_of_traceback(error):
+    try:
+        return "".join(traceback.format_exception(error))
+    except Exception:
+        return "".join(traceback.format_tb(error.__traceback__)) + type(error).__name__ + "\n"
+
+
+def _call_of(error):
+    """The communication call in which a rank was stopped: a second stop may hide the first, which knew it."""
+    while error is not None:
+        if call := getattr(error, "call", ""):
+            return call
+        error = error.__context__
+    return ""
 
 
 def _is_users(filename):
@@ -137,9 +166,10 @@ def _is_users(filename):
 
 
 def show_value(value, show):
-    """Send a value to the notebook as a cell shows it; figures are shown once."""
+    """Send a value to the notebook as a cell shows it; a figure is shown once, so pyplot forgets it."""
     from dtlab.record.recorder import quiet
 
     with quiet():  # a tensor's text is made by operators
         bundle = console.mime_bundle(value)
     show("mime", bundle)
+    console.close_figure(value)

@@ -1,5 +1,6 @@
 """On a rank: what code prints and shows becomes messages to the notebook, whole lines at a time."""
 import base64
+import contextlib
 import io
 import os
 import sys
@@ -62,10 +63,14 @@ class Stream(io.TextIOBase):
 def mime_bundle(value):
     """MIME type -> data for a value shown in a cell; plain text always."""
     bundle = {"text/plain": _plain(value)}
-    pyplot = sys.modules.get("matplotlib.figure")
-    if pyplot is not None and isinstance(value, pyplot.Figure):
+    if _is_figure(value):
         bundle["image/png"] = figure_png(value)
         return bundle
+    own = getattr(type(value), "_repr_mimebundle_", None)
+    if own is not None and not isinstance(value, type):
+        with contextlib.suppress(Exception):
+            made = own(value)
+            return {**bundle, **(made[0] if isinstance(made, tuple) else made)}
     for method, mime in _RICH.items():
         function = getattr(type(value), method, None)
         if function is not None and not isinstance(value, type):
@@ -92,13 +97,21 @@ def figure_png(figure):
     return base64.b64encode(data.getvalue()).decode()
 
 
-def show_open_figures(send, keep=()):
+def _is_figure(value):
+    figures = sys.modules.get("matplotlib.figure")
+    return figures is not None and isinstance(value, figures.Figure)
+
+
+def close_figure(value):
+    """Let pyplot forget a figure that was shown."""
+    if _is_figure(value) and "matplotlib.pyplot" in sys.modules:
+        sys.modules["matplotlib.pyplot"].close(value)
+
+
+def show_open_figures(send):
     """Send every figure left open in pyplot and close it, as a notebook cell does at its end."""
     pyplot = sys.modules.get("matplotlib.pyplot")
-    if pyplot is None:
-        return
-    for number in pyplot.get_fignums():
+    for number in pyplot.get_fignums() if pyplot is not None else ():
         figure = pyplot.figure(number)
-        if not any(figure is k for k in keep):
-            send("mime", {"text/plain": _plain(figure), "image/png": figure_png(figure)})
+        send("mime", mime_bundle(figure))
         pyplot.close(figure)

@@ -72,7 +72,7 @@ class Monitor:
         absent = [r for r in range(self.board.world_size) if r not in self.ranks]
         waits, running, signature = {}, [], []
         for rank in self.ranks:
-            _, head, waiting, _ = self.board.state(rank)
+            head, waiting = self.board.state(rank)
             signature.append((head, waiting))
             if rank in ended or rank in failed:
                 continue
@@ -135,7 +135,7 @@ class Monitor:
             return
         self._checked_at = now
         for rank in self.ranks:
-            head, cpu_s = self.board.state(rank)[1], self._cpu(rank)
+            head, cpu_s = self.board.state(rank)[0], self._cpu(rank)
             works = not self._is_waiting(rank) and (cpu_s > self._cpu_s[rank] + 0.02 or self._children_work(rank))
             if head != self._heads.get(rank) or works:
                 self._moved_at[rank] = now
@@ -153,7 +153,7 @@ class Monitor:
         return before is not None and self._children_s[rank] > before + 0.02
 
     def _is_waiting(self, rank):
-        return self.board.state(rank)[2] is not None
+        return self.board.state(rank)[1] is not None
 
     def _cpu(self, rank):
         try:

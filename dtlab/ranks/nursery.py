@@ -8,7 +8,7 @@ import sys
 import threading
 import time
 
-from dtlab.errors import RankError
+from dtlab.errors import ConfigError, RankError
 from dtlab.ranks.wire import Channel, channel_pair
 
 READY_WITHIN_S = 120  # imports on a slow, loaded machine
@@ -66,6 +66,7 @@ class Nursery:
                 self.close()
                 raise RankError(f"the process that starts ranks did not come up: {said}. Try `dtlab doctor`.")
             self.facts = frame[0][1]
+            self.method = self.facts["method"]
         return self.facts
 
     def _last_words(self):
@@ -97,6 +98,8 @@ class Nursery:
     def _take(self, message, pids=None):
         if message[:2] == ("started", self._starts) and pids is not None:
             pids.update(message[2])
+            for pid in message[2].values():
+                self.exits.pop(pid, None)  # of an earlier process with this number
         elif message[0] == "exited":
             self.exits[message[2]] = message[3]
 
@@ -150,6 +153,8 @@ def nursery():
         _current.close()
         _current = None
     if _current is None:
+        if os.name == "nt":
+            raise ConfigError("ranks need Linux or macOS: on Windows use WSL2 (wsl --install), see `dtlab doctor`")
         _current = Nursery()
     return _current
 

@@ -45,7 +45,7 @@ class _Pickler(cloudpickle.Pickler):
     def __init__(self, file, pieces):
         super().__init__(file, protocol=5, buffer_callback=self._keep_buffer)
         self.pieces = pieces  # list of objects with the buffer protocol
-        self._storages = {}  # storage address -> index in pieces.tensors, which keeps it alive
+        self._storages = {}  # storage's address and size -> index in pieces.tensors, which keeps it alive
 
     def _keep_buffer(self, buffer):
         raw = buffer.raw()
@@ -80,8 +80,8 @@ class _Pickler(cloudpickle.Pickler):
         return _rebuild_tensor, (index, where, tensor.requires_grad, isinstance(tensor, torch.nn.Parameter))
 
     def _index(self, storage):
-        key = storage.data_ptr()
-        if key == 0 or key not in self._storages:  # empty storages share the address 0
+        key = storage.data_ptr(), storage.nbytes()  # two tensors may begin at one address of a NumPy array
+        if key[0] == 0 or key not in self._storages:  # empty storages share the address 0
             self._storages[key] = len(self.pieces.tensors)
             self.pieces.tensors.append(storage)
         return self._storages[key]

@@ -9,8 +9,8 @@ import time
 from dtlab.errors import ConfigError, RankError
 from dtlab.ranks import interrupts, notebook, parcels, report, wire
 from dtlab.ranks.board import Board, rank_list
-from dtlab.ranks.nursery import nursery
-from dtlab.ranks.run import CellRun
+from dtlab.ranks.nursery import READY_WITHIN_S, nursery
+from dtlab.ranks.run import KILL_AFTER_S, KILL_COPY_AFTER_S, CellRun
 from dtlab.ranks.settings import check_size, check_timeout, num_threads, rank_environ
 from dtlab.record.results import join
 
@@ -46,7 +46,7 @@ def launch(world_size, *, device="auto", guard=True, timeout=DEFAULT_TIMEOUT_S, 
         raise ConfigError("launch was called on a rank; launch ranks from the notebook")
     if "TORCHELASTIC_RUN_ID" in os.environ:
         raise ConfigError("torchrun has started these processes: they are the ranks, use torch.distributed directly")
-    check_size(world_size)
+    check_size(world_size, _current.size if current_ranks() else 0)
     check_timeout(timeout)
     if device not in ("auto", "cpu", "cuda"):
         raise ConfigError(f"device={device!r}: choose 'auto', 'cpu' or 'cuda'")
@@ -75,7 +75,7 @@ class Ranks:
         self.names = {}  # rank -> names of its variables
         self.pids = {}
         self._lock = threading.RLock()
-        self._cell_number = 0
+        self._cell_number = self._questions = 0
         self._channels, self._controls, self._raw = {}, {}, {}
         self._store_fd = self._board_fd = None
         self._nursery = nursery()
@@ -140,7 +140,8 @@ class Ranks:
 
     def _await_joined(self, ranks):
         """Wait until ranks are in the group. If one cannot join, or ends, the others would wait for it for ever."""
-        deadline = time.monotonic() + REGROUP_WITHIN_S
+        spawned = self._nursery.method == "spawn"  # each new process imports torch
+        deadline = time.monotonic() + (READY_WITHIN_S if spawned else REGROUP_WITHIN_S)
         with selectors.DefaultSelector() as waiting:
             for rank in ranks:
                 waiting.register(self._channels[rank], selectors.EVENT_READ, rank)
@@ -187,10 +188,13 @@ class Ranks:
 
     def where(self, rank):
         """``(place of the rank's main thread, is it importing, is it in torch's communication code)``."""
-        control = self._controls[rank]
-        control.send("where")
-        frame = control.receive(timeout=0.3)
-        return frame[0][1] if frame else (None, False, False)
+        self._questions += 1
+        control, deadline = self._controls[rank], time.monotonic() + 0.3
+        control.send("where", self._questions)
+        while frame := control.receive(timeout=max(0.0, deadline - time.monotonic())):
+            if frame[0][1] == self._questions:  # not a late answer to an earlier question
+                return frame[0][2]
+        return None, False, False
 
     def repair(self, dead, regroup):
         """After a failed cell: replace dead ranks and join a new group if calls are left hanging in the old one.
@@ -350,7 +354,8 @@ class Ranks:
             self._channels[rank].send(kind, self._cell_number, *content, fds=fds)
         if parcel:
             parcel.close()
-        return CellRun(self, ranks, self._cell_number, timeout, held).finish()
+        patience = KILL_COPY_AFTER_S if kind in ("push", "pull") else KILL_AFTER_S
+        return CellRun(self, ranks, self._cell_number, timeout, held, patience).finish()
 
     @contextlib.contextmanager
     def _exclusively(self, parcel=None):

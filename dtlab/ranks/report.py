@@ -33,6 +33,19 @@ def error_lines(error):
     return lines
 
 
+def last_calls_text(dead, calls):
+    """What a rank that died and the others called last, if they differ: calls that do not fit can end a process.
+
+    Example:
+        >>> last_calls_text(1, {0: "all_reduce(2 float32) at line 1", 1: "all_reduce(3 float32) at line 2"})
+        '; its last call was all_reduce(3 float32) at line 2, that of rank 0 all_reduce(2 float32) at line 1'
+    """
+    others = sorted(r for r, call in calls.items() if r != dead and call)
+    if not calls.get(dead) or not others or calls[others[0]] == calls[dead]:
+        return ""
+    return f"; its last call was {calls[dead]}, that of rank {others[0]} {calls[others[0]]}"
+
+
 def unreadable(error):
     """Description of a rank's failure whose value the notebook could not rebuild; see ``cells.describe_error``."""
     why = f"its value cannot be read in the notebook ({type(error).__name__}: {error})"
@@ -40,10 +53,10 @@ def unreadable(error):
         "type": "ConfigError",
         "message": why + "; return tensors, numbers, text, lists or dicts",
         "frames": [],
+        "place": "",
         "traceback": "",
-        "stopped": False,
+        "call": "",
         "lost_peer": False,
-        "ours": True,
         "name": None,
     }
 

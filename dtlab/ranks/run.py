@@ -1,4 +1,5 @@
 """One cell on the ranks, seen from the notebook: collect, watch, stop what must be stopped, report."""
+import codecs
 import os
 import selectors
 import time
@@ -13,15 +14,18 @@ TICK_S = 0.02
 GRACE_S = 0.4  # after the first failure: time for the others to fail by themselves and be heard
 SOCKETS_AFTER_S = 0.3  # ladder: a signal at once, then gloo's sockets, then the process
 KILL_AFTER_S = 1.5
+KILL_COPY_AFTER_S = 10  # a push or pull is only a copy: it ends by itself
 
 
 class CellRun:
     """Runs until every chosen rank has answered, died, or been stopped."""
 
-    def __init__(self, pool, ranks, number, limit_s, interrupts):
+    def __init__(self, pool, ranks, number, limit_s, interrupts, kill_after_s=KILL_AFTER_S):
         self.pool, self.ranks, self.number, self.interrupts = pool, list(ranks), number, interrupts
+        self.kill_after_s = kill_after_s
         self.relay = Relay(self.ranks)
         self.values, self.failures, self.stopped, self.dead = {}, {}, [], []
+        self._decoders = {r: codecs.getincrementaldecoder("utf-8")("replace") for r in self.ranks}
         self.order = []  # ranks in the order in which they failed
         self.waits = {}  # rank -> where it was stopped: in a call, or at a line
         self.monitor = Monitor(pool.board, self.ranks, pool.pids, limit_s, lambda rank: pool.where(rank)[2])
@@ -66,10 +70,20 @@ class CellRun:
                         selector.unregister(key.fileobj)
                 elif not self._read_cells(rank):
                     selector.unregister(key.fileobj)
+            self._find_dead()
             if self.interrupts.take():
                 self._interrupt()
             self._watch()
             self.relay.tick()
+
+    def _find_dead(self):
+        """A rank may end while a process that it left behind keeps its socket open: its exit tells."""
+        self.pool._nursery.poll()
+        for rank in self.pending:
+            if self.pool.pids[rank] in self.pool._nursery.exits:
+                self._read_cells(rank)
+                if rank in self.pending:
+                    self._take_death(rank)
 
     def _interrupt(self):
         if self.interrupted:
@@ -98,7 +112,8 @@ class CellRun:
             self._take_value(rank, value)
         elif status == "stopped":
             self.stopped.append(rank)
-            self.waits[rank] = f"in {value['call']}" if value["call"] else place_of(value) or self.waits.get(rank)
+            place = f"at {value['place']}" if value["place"] else self.waits.get(rank)
+            self.waits[rank] = f"in {value['call']}" if value["call"] else place
         else:
             self._take_failure(rank, value)
 
@@ -121,7 +136,9 @@ class CellRun:
     def _take_death(self, rank):
         self.dead.append(rank)
         if self._stop_at is None:
-            self.failures[rank] = report.died_text(self.pool._nursery.exit_status(self.pool.pids[rank]))
+            status = self.pool._nursery.exit_status(self.pool.pids[rank])
+            calls = {r: self._last_call(r) for r in self.ranks} if status in (-6, -11) else {}  # C++ gave up
+            self.failures[rank] = report.died_text(status) + report.last_calls_text(rank, calls)
             self.order.append(rank)
             self._failed_at = self._failed_at or time.monotonic()
 
@@ -132,7 +149,7 @@ class CellRun:
             return True
         if data:
             self.monitor.moved(rank)
-            self.relay.add(rank, "stdout", data.decode(errors="replace"))
+            self.relay.add(rank, "stdout", self._decoders[rank].decode(data))
         return bool(data)
 
     def _drain_raw(self):
@@ -213,7 +230,7 @@ class CellRun:
 
     def _climb(self, seconds):
         """The ladder: after the signal, gloo's sockets; then the process."""
-        for step, after in (("sockets", SOCKETS_AFTER_S), ("kill", KILL_AFTER_S)):
+        for step, after in (("sockets", SOCKETS_AFTER_S), ("kill", self.kill_after_s)):
             if seconds > after and step not in self._steps:
                 self._steps.add(step)
                 if step == "sockets":
@@ -276,11 +293,6 @@ class CellRun:
             call = self._last_call(rank)
             texts[rank] = f"its last call was {call}" if call else "it has made no call"
         return texts
-
-
-def place_of(failure):
-    """``at cell [3], line 4``: where an exception was raised, empty if in no code of the reader's."""
-    return "at {}, line {}".format(*failure["frames"][-1][:2]) if failure["frames"] else ""
 
 
 def is_settled(board):

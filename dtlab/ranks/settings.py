@@ -6,12 +6,15 @@ from dtlab import machine
 from dtlab.errors import ConfigError
 
 
-def check_size(world_size):
-    """Refuse a number of ranks that is none, or more than memory holds."""
+def check_size(world_size, ending=0):
+    """Refuse a number of ranks that is none, or more than memory holds once ``ending`` ranks have ended."""
     if isinstance(world_size, bool) or not isinstance(world_size, int) or world_size < 1:
         raise ConfigError(f"world_size={world_size!r}: the number of ranks is a whole number from 1 up, for example 4")
     free = machine.memory_available_bytes()
-    most = max(1, free // machine.BYTES_PER_RANK)
+    if not free:
+        return  # this system does not tell
+    free += ending * machine.BYTES_PER_RANK
+    most = machine.max_ranks(free)
     if world_size > most:
         need = world_size * machine.BYTES_PER_RANK
         raise ConfigError(

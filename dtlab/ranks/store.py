@@ -8,6 +8,7 @@ import fcntl
 import io
 import os
 import pickle
+import signal
 import threading
 import time
 
@@ -33,12 +34,14 @@ class MemoryStore(dist.Store):
     @contextlib.contextmanager
     def _alone(self):
         with self._lock:
+            before = signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGUSR2})  # a stop would leave half a record
             fcntl.lockf(self.fd, fcntl.LOCK_EX)  # ends with its process, whatever happens to it
             try:
                 self._read()
                 yield
             finally:
                 fcntl.lockf(self.fd, fcntl.LOCK_UN)
+                signal.pthread_sigmask(signal.SIG_SETMASK, before)
 
     def _read(self):
         end = max(_START, int.from_bytes(os.pread(self.fd, _START, 0), "little"))

@@ -20,7 +20,7 @@ import torch.distributed as dist
 
 from dtlab.errors import ConfigError
 from dtlab.ranks import calls, cells, console, parcels
-from dtlab.ranks.board import ENDED, FAILED, RUNNING, Board
+from dtlab.ranks.board import Board
 from dtlab.ranks.store import MemoryStore
 from dtlab.ranks.wire import Channel
 from dtlab.ranks.zygote import die_with_parent
@@ -29,6 +29,7 @@ _STOP_SIGNAL = signal.SIGUSR2
 _ENGINE_FILES = tuple(f"/dtlab/ranks/{name}.py" for name in ("wire", "board", "calls", "console", "worker", "parcels"))
 _WAITING_FILES = ("/torch/autograd/", "/torch/distributed/", "/torch/nn/parallel/", "/dtlab/ranks/calls.py")
 _LEAVE_S = 0.5
+_LOOPBACK = ("127.0.0.1", "::1", "::ffff:127.0.0.1")
 _STOP_AGAIN_S = 0.5  # code that swallowed the first stop gets another
 
 
@@ -155,7 +156,8 @@ class Worker:
     def on_push(self, number, parcel, fds):
         """Put values into the namespace."""
         parcel.fd = fds[0] if fds else None
-        self._quiet(number, lambda: self.namespace.push(parcels.unpack(parcel)[0]))
+        self._number(number)
+        self._finish(number, *self._attempt(lambda: self.namespace.push(parcels.unpack(parcel)[0])))
 
     def on_pull(self, number, name, fds):
         """Send a variable's value back."""
@@ -166,73 +168,72 @@ class Worker:
                 raise ConfigError(f"{name!r} is not a variable of rank {self.rank}; its variables: {names}")
             return self.namespace.vars[name]
 
-        self._quiet(number, value)
+        self._number(number)
+        self._finish(number, *self._attempt(value))
 
     def on_regroup(self, number, fds):
         """Leave the old group, with whatever hangs in it, and join a new one; variables stay."""
         self.publisher.guard.buffers.forget()
         calls.current = None
-        with self.number_lock:
-            self.cell_number = number
+        self._number(number)
         shut_sockets()
         leave_groups()
         self.store.close()
         os.close(self.board_fd)
         self.store_fd, self.board_fd = fds
-        self._quiet(number, self.join_group)
-
-    def _quiet(self, number, action):
-        try:
-            self._finish(number, "ok", action())
-        except Exception as error:
-            self._finish(number, "error", cells.describe_error(error))
-
+        self._finish(number, *self._attempt(self.join_group))
     def _run(self, number, present, context, action):
+        def whole():
+            value = action()
+            console.show_open_figures(self.send_output)
+            for call in self.publisher.guard.finish(True):
+                print(f"not awaited yet: {call}", file=sys.stderr)
+            return value
+
         self._enter(number, present, context)
-        status, value = "ok", None
-        try:
-            try:
-                self.running = True
-                value = action()
-                console.show_open_figures(self.send_output)
-                for call in self.publisher.guard.finish(True):
-                    print(f"not awaited yet: {call}", file=sys.stderr)
-            finally:
-                self.running = False
-        except BaseException as error:  # noqa: B036  (SystemExit and Stopped end a cell, not the rank)
-            status, value = ("stopped" if isinstance(error, calls.Stopped) else "error"), cells.describe_error(error)
+        status, answer = self._attempt(whole)
+        if status != "ok":
             self.publisher.guard.finish(False)
         for stream in self._streams.values():
             stream.finish()
         flush_c_streams()
-        self.board.set_state(ENDED if status == "ok" else FAILED)
-        self._finish(number, status, value)
+        self._finish(number, status, answer)
 
-    def _enter(self, number, present, context):
+    def _attempt(self, action):
+        """``("ok", parcel of its value)``, or ``"error"`` or ``"stopped"`` with a description."""
+        try:
+            try:
+                self.running = True
+                return "ok", parcels.pack(action())
+            finally:
+                self.running = False
+        except BaseException as error:  # noqa: B036  (SystemExit and Stopped end a cell, not the rank)
+            return ("stopped" if isinstance(error, calls.Stopped) else "error"), cells.describe_error(error)
+
+    def _number(self, number):
+        """Begin a command: orders to stop an earlier one do not touch it."""
         with self.number_lock:
             self.stop_text = self.stopped_at = None
             self.stop_is_due = False
             self.cell_number = number
+
+    def _enter(self, number, present, context):
+        self._number(number)
         self.publisher.present = present
         self.publisher.guard.enter(context["guard"])
         sys.path[:] = context["path"]
         with contextlib.suppress(OSError):
             os.chdir(context["cwd"])
         self.board.pump()
-        self.board.set_state(RUNNING, cell=number)
 
-    def _finish(self, number, status, value):
+    def _finish(self, number, status, answer):
         names = self.namespace.names()
         changed = None if names == self.known_names else names
         self.known_names = names
-        if status != "ok":
-            return self.reply("done", number, status, value, changed)
-        try:
-            parcel = parcels.pack(value)
-        except ConfigError as error:
-            return self.reply("done", number, "error", cells.describe_error(error), changed)
-        fd, parcel.fd = parcel.fd, None
-        self.reply("done", number, "ok", parcel, changed, fds=[] if fd is None else [fd])
+        fd = getattr(answer, "fd", None)
+        if fd is not None:
+            answer.fd = None
+        self.reply("done", number, status, answer, changed, fds=[] if fd is None else [fd])
         if fd is not None:
             os.close(fd)
 
@@ -247,7 +248,7 @@ class Worker:
             elif frame[0][0] in ("stop", "sockets"):
                 self._obey(*frame[0])
             elif frame[0][0] == "where":
-                self.control_channel.send("where", where_is_main_thread())
+                self.control_channel.send("where", frame[0][1], where_is_main_thread())
             if self.stop_text is not None and self.running:
                 if self.stopped_at is None or time.monotonic() - self.stopped_at > _STOP_AGAIN_S:
                     signal.pthread_kill(threading.main_thread().ident, _STOP_SIGNAL)
@@ -319,7 +320,7 @@ def leave_groups():
 
 
 def shut_sockets():
-    """End every connected TCP socket of this process, so that gloo's waits return with an error."""
+    """End every TCP connection of this process to this machine, so that gloo's waits return with an error."""
     for name in os.listdir("/dev/fd"):
         try:
             if not stat.S_ISSOCK(os.fstat(int(name)).st_mode):
@@ -328,8 +329,8 @@ def shut_sockets():
         except OSError:
             continue
         with contextlib.suppress(OSError), sock:
-            if sock.family in (socket.AF_INET, socket.AF_INET6) and sock.type == socket.SOCK_STREAM:
-                sock.getpeername()
+            inet = sock.family in (socket.AF_INET, socket.AF_INET6) and sock.type == socket.SOCK_STREAM
+            if inet and sock.getpeername()[0] in _LOOPBACK:  # gloo's; a reader's own connections go further
                 sock.shutdown(socket.SHUT_RDWR)
 
 
@@ -372,6 +373,8 @@ def main(settings, rank, fds):
     os.dup2(fds[2], 1)
     os.dup2(fds[2], 2)
     os.close(fds[2])
+    for fd in (*fds[:2], *fds[3:]):
+        os.set_inheritable(fd, False)  # not for programs that the reader's code starts
     null = os.open(os.devnull, os.O_RDONLY)
     os.dup2(null, 0)
     sys.stdin = open(0, closefd=False)

@@ -109,8 +109,9 @@ class Zygote:
             os._exit(1)
 
     def _spawn(self, settings, rank, mine):
-        argv = [sys.executable, "-c", _RANK_PROGRAM, json.dumps(sys.path), json.dumps([settings, rank, mine])]
-        child = subprocess.Popen(argv, pass_fds=mine, stdin=subprocess.DEVNULL)
+        told = {**settings, "environ": {}}  # the environment does not go where everybody can read it
+        argv = [sys.executable, "-c", _RANK_PROGRAM, json.dumps(sys.path), json.dumps([told, rank, mine])]
+        child = subprocess.Popen(argv, pass_fds=mine, stdin=subprocess.DEVNULL, env=settings["environ"])
         self.children[child.pid] = child
         return child.pid
 
@@ -174,10 +175,9 @@ def main():
     signal.signal(signal.SIGINT, signal.SIG_IGN)
     if method == "fork":
         preload()
-        if num_threads() > 1:
-            channel.send("failed", 0, f"the zygote has {num_threads()} threads after its imports; forking is not safe")
-            return
-    channel.send("ready", {"threads": num_threads(), "gpus": _num_gpus() if method == "fork" else None})
+        if num_threads() > 1:  # something that Python loads at its start has made one: forking is not safe
+            method = "spawn"
+    channel.send("ready", {"method": method, "threads": num_threads(), "gpus": _num_gpus()})
     Zygote(channel, method).serve()
 
 

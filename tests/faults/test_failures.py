@@ -278,3 +278,47 @@ def test_a_swallowed_error_of_one_rank_still_ends_the_wait(fails):
             dist.barrier()
 
     assert "rank 0 has finished its cell" in str(fails(live(3), "a swallowed error", swallows, error=HangError))
+
+
+@pytest.mark.parametrize("leave", ["program", "fork"])
+def test_a_dead_rank_is_noticed_although_it_left_a_process_behind(fails, leave):
+    def leaves_a_process(leave):
+        import os
+        import time
+
+        if rank == 1:
+            if leave == "program":
+                os.system("setsid sleep 20 &")
+            elif os.fork() == 0:
+                os.setsid()
+                time.sleep(20)
+                os._exit(0)
+            os._exit(3)
+        dist.all_reduce(torch.ones(1))
+
+    error = fails(live(3), f"dies, leaves a {leave} behind", leaves_a_process, leave)
+    assert "rank 1 of 3 died" in str(error)
+
+
+def test_a_stopped_rank_names_the_readers_line(fails):
+    def waits_for_a_program():
+        import subprocess
+
+        if rank == 0:
+            raise ValueError("boom")
+        subprocess.run(["sleep", "20"])
+
+    error = fails(live(2), "waits for a program", waits_for_a_program)
+    assert re.search(r"rank 1: stopped because rank 0 failed, at test_failures.py, line \d+", str(error))
+
+
+def test_an_exception_without_a_text_is_told(fails):
+    def raises_it():
+        class Mute(Exception):
+            def __str__(self):
+                raise ValueError
+
+        if rank == 1:
+            raise Mute
+
+    assert "rank 1 of 2 failed: Mute: (its text cannot be shown" in str(fails(live(2), "mute", raises_it))

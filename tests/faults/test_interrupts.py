@@ -194,3 +194,17 @@ def test_an_interrupt_stops_what_the_ranks_had_started(interrupted):
                 pass
 
     interrupted(live(2), "interrupt: with child processes", starts_a_child)
+
+
+def test_an_interrupted_pull_keeps_variables():
+    ranks = live(2)
+    ranks.run_cell(
+        "class Slow:\n    def __reduce__(self):\n        import time; time.sleep(60)\nslow, kept = Slow(), 3", "cell"
+    )
+    timer = threading.Timer(0.3, os.kill, (os.getpid(), signal.SIGINT))
+    timer.start()
+    with pytest.raises(KeyboardInterrupt):
+        ranks.pull("slow")
+    timer.join()
+    assert ranks.pull("kept") == [3, 3]
+    assert_works(ranks)

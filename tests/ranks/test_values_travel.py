@@ -138,3 +138,10 @@ def test_many_small_tensors_share_one_trip(ranks):
 def test_a_random_generator_travels(ranks):
     state = torch.Generator().manual_seed(3).get_state()
     assert all(torch.equal(state, there) for there in ranks.run(lambda s: s, state))
+
+
+def test_tensors_that_begin_at_one_address(ranks):
+    array = np.arange(1000.0)
+    pair = torch.from_numpy(array[:600]), torch.from_numpy(array)
+    back = ranks.run(lambda pair: pair, pair)[0]
+    assert torch.equal(back[0], pair[0]) and torch.equal(back[1], pair[1])
