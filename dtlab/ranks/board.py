@@ -1,8 +1,8 @@
 """The board: shared memory in which every rank publishes its communication calls and says where it waits.
 
-Each rank writes only its own part; peers and the notebook read it. A rank's part says where it waits and holds an append-only
-log of calls (a ring of fixed-size records; texts stand in a heap beside it). The poison text, written by the
-notebook, ends every wait.
+Each rank writes only its own part; peers and the notebook read it. A rank's part says where it waits and holds an
+append-only log of calls (a ring of fixed-size records; texts stand in a heap beside it). The poison text, written by
+the notebook, ends every wait.
 
 Channels: a collective counts calls on its ``group``; a send or receive counts on ``(group, source, destination,
 tag)``, each direction by itself. Call ``k`` of a channel on one rank meets call ``k`` of that channel on its peers.
