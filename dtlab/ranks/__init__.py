@@ -1,7 +1,7 @@
 """Live ranks: ``launch`` starts them, ``run``, ``push``, ``pull`` and ``%%ranks`` talk to them.
 
-Notebook side: pool, run, relay, monitor, report, nursery, notebook, interrupts. Zygote: zygote. Rank side: worker,
-store, cells, console, calls, figures. Shared: wire, parcels, board.
+Notebook side: pool, run, relay, monitor, report, nursery, notebook, interrupts, environ. Zygote: zygote. Rank side:
+worker, store, cells, console, calls, figures. Shared: wire, parcels, board.
 """
 from dtlab.ranks.pool import Ranks, current_ranks, launch
 

@@ -8,7 +8,7 @@ import time
 
 from dtlab import machine
 from dtlab.errors import ConfigError, RankError
-from dtlab.ranks import interrupts, notebook, parcels, report, wire
+from dtlab.ranks import environ, interrupts, notebook, parcels, report, wire
 from dtlab.ranks.board import Board, rank_list
 from dtlab.ranks.nursery import READY_WITHIN_S, nursery
 from dtlab.ranks.run import KILL_AFTER_S, KILL_COPY_AFTER_S, CellRun
@@ -116,13 +116,13 @@ class Ranks:
                 cure = f"launch {gpus}, or share_gpu=True (several ranks on one GPU), or {cure}"
             raise ConfigError(f"{self.size} ranks on CUDA need {self.size} GPUs, and {gpus} are visible: {cure}")
         backend = "gloo" if device == "cpu" or share_gpu else "cpu:gloo,cuda:nccl"
-        threads = _num_threads(self.size)
+        threads = environ.num_threads(self.size)
         return {
             "world_size": self.size,
             "device": device,
             "backend": backend,
             "threads": threads,
-            "environ": {**os.environ, **_rank_environ(threads)},
+            "environ": {**os.environ, **environ.rank_environ(threads)},
         }
 
     # processes
@@ -380,22 +380,3 @@ class Ranks:
         for rank in list(self._channels):
             self._drop(rank)
         self._close_board()
-
-
-def _num_threads(world_size):
-    """Threads of a rank: the reader's own setting (the first number of a list), else its share of the cores."""
-    asked = os.environ.get("OMP_NUM_THREADS", "").partition(",")[0].strip()
-    return int(asked) if asked.isdecimal() and int(asked) else max(1, machine.usable_cores() // world_size)
-
-
-def _rank_environ(threads):
-    loopback = "lo0" if sys.platform == "darwin" else "lo"
-    preset = os.environ.get("GLOO_SOCKET_IFNAME")
-    if preset not in (None, "", loopback):
-        print(f"GLOO_SOCKET_IFNAME={preset} is not used: ranks on one machine talk over {loopback}", file=sys.stderr)
-    return {
-        "GLOO_SOCKET_IFNAME": loopback,
-        "OMP_NUM_THREADS": str(threads),
-        "MPLBACKEND": "module://dtlab.ranks.figures",
-        "TORCH_CPP_LOG_LEVEL": "ERROR",
-    }

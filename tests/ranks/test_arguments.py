@@ -3,7 +3,7 @@ import pytest
 
 import dtlab
 from dtlab import ConfigError
-from dtlab.ranks import notebook, pool
+from dtlab.ranks import environ, notebook, pool
 
 
 @pytest.mark.parametrize("size", [0, -1, 2.0, "4", True, None])
@@ -52,12 +52,13 @@ def test_threads_of_a_rank(monkeypatch, asked, threads):
     monkeypatch.delenv("OMP_NUM_THREADS", raising=False)
     if asked is not None:
         monkeypatch.setenv("OMP_NUM_THREADS", asked)
-    assert pool._num_threads(2) == threads and pool._num_threads(100) == (threads if asked in ("1", "5", "4,2") else 1)
+    assert environ.num_threads(2) == threads
+    assert environ.num_threads(100) == (threads if asked in ("1", "5", "4,2") else 1)
 
 
 def test_another_interface_is_named(monkeypatch, capsys):
     monkeypatch.setenv("GLOO_SOCKET_IFNAME", "utun9")
-    assert pool._rank_environ(1)["GLOO_SOCKET_IFNAME"] in ("lo", "lo0")
+    assert environ.rank_environ(1)["GLOO_SOCKET_IFNAME"] in ("lo", "lo0")
     assert "GLOO_SOCKET_IFNAME=utun9 is not used" in capsys.readouterr().err
 
 
