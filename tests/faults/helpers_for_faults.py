@@ -3,10 +3,12 @@ import os
 import tempfile
 
 import psutil
+import pytest
 import torch
 
 import dtlab
 
+in_test_all = pytest.mark.skipif(not os.environ.get("DTLAB_TEST_ALL"), reason="takes long: make test-all")
 _every_rank = set()  # process ids of all ranks there have been
 
 def live(size, **kwargs):

@@ -7,7 +7,7 @@ import time
 
 import psutil
 import pytest
-from helpers_for_faults import shared_files
+from helpers_for_faults import in_test_all, shared_files
 
 KERNEL = """
 import os, sys, time, signal, threading
@@ -108,7 +108,10 @@ def assert_nothing_left(kernel, within_s=5):
 
 
 @pytest.mark.parametrize("end, busy", [
-    *(("killed", busy) for busy in BUSY), ("exits", "collective"), ("terminated", "child"), ("interrupted", "child")
+    ("killed", "child"), ("killed", "collective"), ("exits", "loop"), *(
+        pytest.param(end, busy, marks=in_test_all) for end, busy in (
+            ("killed", "idle"), ("killed", "loop"), ("killed", "flood"), ("exits", "collective"),
+            ("terminated", "child"), ("interrupted", "child")))
 ])  # fmt: skip
 def test_nothing_is_left_after_the_notebook_ends(reactions, end, busy):
     took = assert_nothing_left(start_kernel(busy=busy, end=end))

@@ -5,7 +5,7 @@ import subprocess
 import sys
 import time
 
-import pytest
+from helpers_for_faults import in_test_all
 
 CHECK = """
 import dtlab
@@ -46,18 +46,16 @@ def test_a_listener_on_the_usual_port_and_another_notebook_at_the_same_second():
         assert [outcome(p) for p in programs] == [("fine", "")] * 2
 
 
-def test_a_host_name_that_nobody_knows():
+def test_a_host_name_that_nobody_knows_and_a_preset_interface():
+    """It needs no ``if __name__ == "__main__"`` either, and no rank runs the program's top level again."""
     unshare = ["unshare", "--uts", "sh", "-c", 'hostname no-such-host.invalid && exec "$@"', "sh"]
     try:
         subprocess.run([*unshare, "true"], check=True, capture_output=True)
     except (OSError, subprocess.CalledProcessError):
-        pytest.skip("unshare --uts is not permitted here")
-    assert outcome(start(PLAIN, *unshare)) == ("fine", "")
-
-
-def test_a_preset_interface_is_named_and_not_used():
-    last, err = outcome(start(PLAIN, GLOO_SOCKET_IFNAME="utun9"))
-    assert last == "fine" and err.count("GLOO_SOCKET_IFNAME=utun9 is not used") == 1
+        unshare = []  # not permitted here
+    out, err = start('print("top")\n' + PLAIN, *unshare, GLOO_SOCKET_IFNAME="utun9").communicate(timeout=120)
+    assert out.splitlines() == ["top", "fine"] and len(err.splitlines()) == 1
+    assert "GLOO_SOCKET_IFNAME=utun9 is not used" in err
 
 
 def test_a_notebook_that_has_computed_with_threads_before():
@@ -166,19 +164,14 @@ print("fine")
     assert last == "fine", err
 
 
+@in_test_all
 def test_a_spawned_rank_leaves_nothing_when_its_notebook_is_killed():
     from test_ends import assert_nothing_left, start_kernel
 
     assert_nothing_left(start_kernel(size=2, busy="child", after=1.5, DTLAB_START_METHOD="spawn"))
 
 
-def test_unguarded_programs_run_once():
-    """No ``if __name__ == "__main__"`` is needed, and no rank runs the program's top level again."""
-    code = 'print("top")\n' + PLAIN
-    out, err = start(code).communicate(timeout=120)
-    assert out.splitlines() == ["top", "fine"] and err == ""
-
-
+@in_test_all
 def test_a_program_that_ends_with_an_error_ends_at_once():
     started = time.monotonic()
     program = start(CHECK + "ranks = dtlab.launch(2)\nraise ValueError('mine')")

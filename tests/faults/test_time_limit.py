@@ -52,7 +52,7 @@ def test_a_rank_that_sleeps_and_then_joins_is_waited_for():
         import time
 
         if rank == 0:
-            time.sleep(2)
+            time.sleep(1.5)
         dist.barrier()
         return rank
 
@@ -65,7 +65,7 @@ def busy():
     def computes():
         import time
 
-        end = time.monotonic() + 2.5
+        end = time.monotonic() + 1.8
         while rank == 1 and time.monotonic() < end:
             torch.ones(200, 200) @ torch.ones(200, 200)
         dist.barrier()
@@ -73,7 +73,7 @@ def busy():
     def loops_in_python():
         import time
 
-        end = time.monotonic() + 2.5
+        end = time.monotonic() + 1.8
         while rank == 1 and time.monotonic() < end:
             pass
         dist.barrier()
@@ -81,7 +81,7 @@ def busy():
     def talks():
         import time
 
-        for i in range(8):
+        for i in range(6):
             if rank == 1:
                 print(i)
                 time.sleep(0.3)
@@ -96,14 +96,14 @@ def busy():
         import subprocess
 
         if rank == 1:
-            subprocess.run(["sh", "-c", "i=0; while [ $i -lt 5 ]; do sleep 0.5; echo $i; i=$((i+1)); done"], check=True)
+            subprocess.run(["sh", "-c", "i=0; while [ $i -lt 4 ]; do sleep 0.5; echo $i; i=$((i+1)); done"], check=True)
         dist.barrier()
 
     def waits_for_a_busy_child():
         import subprocess
         import sys
 
-        code = "import time; end = time.time() + 2.5\nwhile time.time() < end: pass"
+        code = "import time; end = time.time() + 1.8\nwhile time.time() < end: pass"
         if rank == 1:
             subprocess.run([sys.executable, "-c", code], check=True)
         dist.barrier()
@@ -113,7 +113,7 @@ def busy():
 
 @pytest.mark.parametrize("function", busy(), ids=lambda f: f.__name__)
 def test_a_busy_rank_is_never_reported(function, tmp_path, monkeypatch):
-    (tmp_path / "slow_to_import.py").write_text("import time\ntime.sleep(2.5)\n")
+    (tmp_path / "slow_to_import.py").write_text("import time\ntime.sleep(1.8)\n")
     monkeypatch.syspath_prepend(str(tmp_path))
     ranks = live(2)
     ranks.run(function, timeout=0.8)
@@ -125,7 +125,7 @@ def test_a_pair_that_talks_keeps_a_waiting_third_alive():
         import time
 
         if rank < 2:
-            for _ in range(10):
+            for _ in range(7):
                 time.sleep(0.25)
                 if rank == 0:
                     dist.send(torch.ones(1), dst=1)

@@ -32,7 +32,6 @@ def tensors():
         "parameter": torch.nn.Parameter(torch.ones(2)),
         "frozen parameter": torch.nn.Parameter(torch.ones(2), requires_grad=False),
         "sparse": torch.eye(3).to_sparse(),
-        "csr": torch.eye(3).to_sparse_csr(),
         "large": torch.arange(3_000_000, dtype=torch.float32),
     }
 
