@@ -18,7 +18,7 @@ from dtlab.ranks import wire
 COLLECTIVE, SEND, RECV, RECV_ANY = range(4)  # kind of a call
 ANY = -1  # the peer of a receive from any source
 
-_STATE = struct.Struct("<QQ")  # calls published, call it waits in + 1 (0: none)
+_STATE = struct.Struct("<QQQ")  # calls published, call it waits in + 1 (0: none), is no other thread at work
 _RECORD = struct.Struct("<QQIiiB3xIIIIII")  # index, channel, seq, peer, tag, kind, texts of: op, ... label
 _RECORD_BYTES = 64  # the record and, in the last four bytes, its checksum
 NUM_RECORDS = 1 << 14
@@ -92,13 +92,14 @@ class Board:
     # state
 
     def state(self, rank):
-        """``(calls published, index of the call it waits in or None)`` of a rank."""
-        head, waiting = _STATE.unpack_from(self.memory, self._base(rank))
-        return head, (waiting - 1 if waiting else None)
+        """``(calls published, index of the call it waits in or None, whether it has no other thread)`` of a rank."""
+        head, waiting, alone = _STATE.unpack_from(self.memory, self._base(rank))
+        return head, (waiting - 1 if waiting else None), bool(alone)
 
-    def set_waiting(self, index):
+    def set_waiting(self, index, alone=True):
         """Say that this rank waits in call ``index``; None when it goes on."""
-        struct.pack_into("<Q", self.memory, self._base(self.rank) + 8, 0 if index is None else index + 1)
+        waiting = 0 if index is None else index + 1
+        struct.pack_into("<QQ", self.memory, self._base(self.rank) + 8, waiting, alone)
 
     # poison
 
@@ -197,8 +198,7 @@ class Board:
         if call.kind == COLLECTIVE:
             return [m for m in call.members if m != rank and not self._has(m, call.channel, COLLECTIVE, call.seq)]
         if call.kind == RECV_ANY:
-            sent = sum(self.readers[m].sends_to.get((rank, call.tag), 0) for m in call.members if m != rank)
-            sent -= self.readers[rank].receives.get(call.tag, 0)  # those are for receives that name their source
+            sent = sum(self._for_anybody(m, rank, call.tag) for m in call.members if m != rank)
             return [] if sent > call.seq else [m for m in call.members if m != rank]
         other = RECV if call.kind == SEND else SEND
         if self._has(call.peer, call.channel, other, call.seq):
@@ -206,6 +206,11 @@ class Board:
         if call.kind == SEND and self.readers[call.peer].receives_any:
             return []  # it may be taken by a receive from any source
         return [call.peer]
+
+    def _for_anybody(self, source, rank, tag):
+        """Messages of ``source`` that are not for receives of ``rank`` that name their source."""
+        sent = self.readers[source].sends_to.get((rank, tag), 0)
+        return max(0, sent - self.readers[rank].receives.get((source, tag), 0))
 
     def _has(self, rank, channel, kind, seq):
         count = self.count(rank, channel, kind)
@@ -222,7 +227,7 @@ class _Reader:
         self.counts = {}  # (channel, kind) -> calls
         self.last = {}  # (channel, kind) -> index of the last call
         self.sends_to = {}  # (destination, tag) -> sends
-        self.receives = {}  # tag -> receives from a named source
+        self.receives = {}  # (source, tag) -> receives that name it
         self.receives_any = 0
         self.recent = {}  # (channel, kind, seq % RECENT) -> fields of the call
         self._read_texts = {0: "?"}  # place in the heap -> text
@@ -241,7 +246,7 @@ class _Reader:
             if kind == SEND:
                 self.sends_to[peer, tag] = self.sends_to.get((peer, tag), 0) + 1
             elif kind == RECV:
-                self.receives[tag] = self.receives.get(tag, 0) + 1
+                self.receives[peer, tag] = self.receives.get((peer, tag), 0) + 1
             elif kind == RECV_ANY:
                 self.receives_any += 1
             self.next += 1

@@ -10,6 +10,7 @@ Not seen: a wait that C++ makes by itself (DDP's reducer at the end of backward)
 """
 import datetime
 import functools
+import os
 import threading
 import time
 import weakref
@@ -41,7 +42,8 @@ _NAMES = {  # c10d operator -> the name in torch.distributed
     "allgather_into_tensor_coalesced_": "all_gather_into_tensor_coalesced",
 }
 _FAMILY = {"all_gather_into_tensor": "all_gather", "reduce_scatter_tensor": "reduce_scatter"}
-_SKIPPED_FILES = ("/torch/", "/dtlab/ranks/", "/dtlab/record/", "<frozen ", "/contextlib.py", "<string>")
+_TORCH = os.path.dirname(torch.__file__) + os.sep
+_SKIPPED_FILES = (_TORCH, "/dtlab/ranks/", "/dtlab/record/", "<frozen ", "/contextlib.py", "<string>")
 
 
 class Stopped(BaseException):
@@ -61,6 +63,7 @@ class Publisher:
     def __init__(self, board, present):
         self.board, self.rank = board, board.rank
         self.present = present  # ranks that take part in the running cell
+        self.stopped_at = 0.0  # when a call was last ended by the poison
         self._seqs = {}  # (channel, kind) -> next number
         self._groups = {}  # group name -> (global ranks, hash of name and ranks)
         self._works = {}  # id(Work) -> (weak reference to it, index of its call)
@@ -86,7 +89,7 @@ class Publisher:
         if absent:
             raise ConfigError(absent_text(op, absent, members, self.present))
         if self.board.poisoned:
-            raise Stopped(self.board.poison_text(), call_text(op, kind, peer, what, where))
+            self._stop(call_text(op, kind, peer, what, where))
         if kind == COLLECTIVE:  # unguarded, another collective on a peer is not the matching call
             channel = _number(key if self.guard.on else f"{key}|{_FAMILY.get(op, op)}")
         else:
@@ -125,12 +128,12 @@ class Publisher:
 
     def _poll(self, index, call, work, timeout):
         deadline = None if timeout is None else time.monotonic() + timeout.total_seconds()
-        self.board.set_waiting(index)
+        self.board.set_waiting(index, alone=_is_alone())
         try:
             pause = 2e-5
             while self._closed(call) and not (work is not None and work.is_completed()):
                 if self.board.poisoned:
-                    raise Stopped(self.board.poison_text(), str(call))
+                    self._stop(str(call))
                 if deadline is not None and time.monotonic() > deadline:
                     return  # torch's own wait reports the time-out the caller asked for
                 time.sleep(pause)
@@ -138,9 +141,18 @@ class Publisher:
         finally:
             self.board.set_waiting(None)
 
+    def _stop(self, call):
+        self.stopped_at = time.monotonic()
+        raise Stopped(self.board.poison_text(), call)
+
     def _closed(self, call):
         self.board.pump()
         return bool(self.board.missing(self.rank, call))
+
+
+def _is_alone():
+    """Whether no other thread of the reader's could make the call that this one waits for."""
+    return not any(t is not threading.current_thread() and not t.daemon for t in threading.enumerate())
 
 
 def absent_text(op, absent, members, present):
@@ -221,8 +233,11 @@ def _kernel(op, name, after):
         )
         out = op.redispatch(keyset & after, *args)
         work = distributed_c10d.Work.unbox(out if work_at is None else out[work_at])
-        publisher.remember(work, index)
-        if guard.on and site.direct and operands.gives_handle(args):
+        if work is None:  # NCCL gives no handle for a synchronous call, so nothing else would wait in Python
+            publisher.gate(index)
+        else:
+            publisher.remember(work, index)
+        if guard.on and work is not None and site.direct and operands.gives_handle(args):
             guard.buffers.open(work, index, *tensors)
         if observer is not None:
             observer.issued(started, op, public, group, members, peer, tag, args, work)
@@ -337,11 +352,13 @@ def _gate_new_group():
     def new_group_with_tag(ranks=None, *args, **kwargs):
         if current is not None:
             members, key = current.group_facts(dist.group.WORLD)
+            name = ""
             if ranks is not None and kwargs.get("use_local_synchronization", False):  # only the members call it
                 members = tuple(sorted({*ranks, current.rank}))
-                key = f"{key}|{members}"
+                key, name = f"{key}|{members}", str(len(distributed_c10d._world.pg_names))
             what = f"ranks={list(ranks)}" if ranks is not None else ""
-            facts = facts_without_tensors("new_group", ranks=tuple(sorted(members if ranks is None else ranks)))
+            wanted = tuple(sorted(members if ranks is None else ranks))
+            facts = facts_without_tensors("new_group", ranks=wanted, name=name)
             index = current.publish("new_group", COLLECTIVE, members, key, what=what, facts=facts)
             current.gate(index)
         return original(ranks, *args, **kwargs)

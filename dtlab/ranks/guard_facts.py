@@ -185,7 +185,10 @@ def difference(mine, theirs, i, j):
     if names[0] != names[1] and set(names) != {"send", "recv"}:
         return "the calls are different"
     if "ranks" in a:
-        return "" if a["ranks"] == b["ranks"] else "the ranks of the new group differ"
+        if a["ranks"] != b["ranks"]:
+            return "the ranks of the new group differ"
+        same = a["name"] == b["name"]
+        return "" if same else "torch names a local group by the number of groups a rank is in, and that differs"
     if a["in"] and (a["in"][j] != b["out"][i] or b["in"][i] != a["out"][j]):
         return "what one rank sends is not what the other expects"
     for what, words in (("reduce", "reduce operations"), ("root", "roots"), ("dtype", "dtypes")):

@@ -9,10 +9,13 @@ import contextlib
 import functools
 import json
 import linecache
+import os
 import sys
 import sysconfig
 from collections import deque
 from dataclasses import dataclass
+
+import torch
 
 USERS, PLUMBING, TORCH, LIBRARY = range(4)  # whose file a frame stands in
 _PLUMBING = ("/dtlab/ranks/", "/dtlab/record/", "<frozen ", "<string>", "/typing_extensions.py")
@@ -21,6 +24,7 @@ _C10D += ("/torch/utils/_contextlib.py", "/torch/distributed/_functional_collect
 FILE, LINE, TEXT, IS_NAME, BRANCHES, FUNCTION = range(6)  # parts of a frame in a label
 NUM_FRAMES = 3
 _STANDARD_LIBRARY = sysconfig.get_path("stdlib")
+_TORCH = os.path.dirname(torch.__file__) + os.sep
 HISTORY = 64  # positions with different labels that are remembered for each peer and channel
 
 _same_calls = []  # names given with same_call, innermost last
@@ -49,7 +53,7 @@ def owner(filename):
     """Whose code a file holds."""
     if any(part in filename for part in _PLUMBING) or filename.endswith(_C10D):
         return PLUMBING
-    if "/torch/" in filename:
+    if filename.startswith(_TORCH):
         return TORCH
     if "site-packages" in filename or "dist-packages" in filename:
         return USERS if "/dtlab/" in filename else LIBRARY

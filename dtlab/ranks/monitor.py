@@ -18,10 +18,11 @@ PROGRESS_EVERY_S = 0.25
 
 @dataclass
 class Wait:
-    """One rank's wait: in ``call``, for the ranks in ``missing``."""
+    """One rank's wait: in ``call``, for the ranks in ``missing``; not ``alone`` if other threads of it are at work."""
 
     call: Call
     missing: list[int]
+    alone: bool = True
 
     def is_hopeless(self, never):
         """Whether it cannot end if the ranks in ``never`` make no more calls; a receive from anybody needs only one."""
@@ -42,7 +43,8 @@ class Look:
     def stuck(self):
         """Ranks whose wait can never end -> that wait."""
         never = {*self.ended, *self.failed}
-        stuck = {rank: wait for rank, wait in self.waits.items() if wait.missing}
+        hopeless = {r for r, wait in self.waits.items() if any(m in never for m in wait.missing)}
+        stuck = {r: wait for r, wait in self.waits.items() if wait.missing and (wait.alone or r in hopeless)}
         while True:
             free = [r for r, w in stuck.items() if not w.is_hopeless({*never, *stuck})]
             if not free:
@@ -72,20 +74,20 @@ class Monitor:
         absent = [r for r in range(self.board.world_size) if r not in self.ranks]
         waits, running, signature = {}, [], []
         for rank in self.ranks:
-            head, waiting = self.board.state(rank)
+            head, waiting, alone = self.board.state(rank)
             signature.append((head, waiting))
             if rank in ended or rank in failed:
                 continue
-            wait = self._wait(rank, waiting) or self._wait_in_c(rank, {*absent, *ended, *failed})
+            wait = self._wait(rank, waiting, alone) or self._wait_in_c(rank, {*absent, *ended, *failed})
             if wait:
                 waits[rank] = wait
             else:
                 running.append(rank)
         return Look(waits, running, [*ended, *absent], list(failed), (tuple(signature), tuple(ended), tuple(failed)))
 
-    def _wait(self, rank, index):
+    def _wait(self, rank, index, alone=True):
         call = None if index is None else self.board.call(rank, index)
-        return call and Wait(call, self.board.missing(rank, call))
+        return call and Wait(call, self.board.missing(rank, call), alone)
 
     def _wait_in_c(self, rank, never):
         """The wait of a rank that does nothing while a collective of its own can no longer complete.

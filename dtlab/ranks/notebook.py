@@ -97,8 +97,13 @@ def _show_name_error(shell, kind, error, traceback, tb_offset=None):
     from dtlab.ranks.pool import current_ranks
 
     pool, name = current_ranks(), getattr(error, "name", None)
-    if pool is not None and name and any(name in names for names in pool.names.values()):
-        error.add_note(f"{name} lives on the ranks: ranks.pull({name!r})") if hasattr(error, "add_note") else None
-        if not hasattr(error, "add_note"):
-            error.args = (f"{error.args[0]}. {name} lives on the ranks: ranks.pull({name!r})",)
+    hint = ""
+    if name in ("rank", "world_size", "dist", "device"):
+        hint = f"{name} is a name of the ranks: begin the cell with %%ranks"
+    elif pool is not None and any(name in names for names in pool.names.values()):
+        hint = f"{name} lives on the ranks: ranks.pull({name!r})"
+    if hint and hasattr(error, "add_note"):
+        error.add_note(hint)
+    elif hint:  # Python 3.10
+        error.args = (f"{error.args[0]}. {hint}",)
     shell.showtraceback((kind, error, traceback), tb_offset=tb_offset)

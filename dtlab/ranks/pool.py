@@ -73,6 +73,7 @@ class Ranks:
         self.size, self.timeout, self.guard = world_size, timeout, guard
         self.alive = False
         self.names = {}  # rank -> names of its variables
+        self.lost_groups = False  # whether the last repair has ended groups of the reader's
         self.pids = {}
         self._lock = threading.RLock()
         self._cell_number = self._questions = 0
@@ -159,6 +160,8 @@ class Ranks:
             if message[0] == "done" and message[2] != "ok":
                 raise self._cannot_join(rank, message[3]["message"])
             if message[0] == "ready" or message[:2] == ("done", self._cell_number):
+                if message[0] == "done":
+                    self.lost_groups |= parcels.unpack(message[3])[0]
                 return True
         if channel.closed:
             raise self._cannot_join(rank, "its process has ended")
@@ -221,6 +224,7 @@ class Ranks:
 
     def _regroup(self, dead):
         self._new_board()
+        self.lost_groups = False
         for rank in dead:
             self._drop(rank)
         self._cell_number += 1
@@ -272,8 +276,10 @@ class Ranks:
         answers = self._cell(("cell", self._context(record=record), code, label), ranks, timeout)
         return join(answers, self._chosen(ranks), self.size) if record else None
 
-    def push(self, **values):
+    def push(self, *nameless, **values):
         """Set variables on every rank; each rank gets its own copy."""
+        if nameless or not values:
+            raise ConfigError("push takes names and values: ranks.push(x=5)")
         parcel = parcels.pack(values)
         with self._exclusively(parcel) as held:
             self._talk("push", range(self.size), (parcel,), None, parcel, held)
@@ -315,7 +321,7 @@ class Ranks:
         dead = self.gone()
         if dead:
             how = report.died_text(self._nursery.exits.get(self.pids[dead[0]]))
-            kept = report.kept_text(self.size, self.repair(dead, regroup=True), True)
+            kept = report.kept_text(self.size, self.repair(dead, regroup=True), True, self.lost_groups)
             if not self.alive:
                 raise ConfigError("all ranks have ended: run the launch cell again")
             print(f"{rank_list(dead)} had ended since the last cell ({how}). {kept}", file=sys.stderr)

@@ -81,7 +81,7 @@ def failure(world_size, failures, root, stopped, waits, kept, hint=""):
         lines, kind = error_lines(cause), cause["type"]
         lines[0] = f"{rank_list(same)} of {world_size} failed: {lines[0]}"
     lines += [hint] if hint else []
-    for rank, other in failures.items():
+    for rank, other in sorted(failures.items(), key=lambda item: item[0]):
         if rank not in same and rank != root:
             text = other if isinstance(other, str) else error_lines(other)[0]
             lines.append(f"{rank_list([rank])} failed too: {text}")
@@ -120,7 +120,8 @@ def hang(stuck, look, last_calls, places, kept, limit_s=None):
     """
     missing = sorted({m for w in stuck.values() for m in w.missing if m not in stuck})
     over = set(stuck) <= set(look.ended)  # nobody waits: the cell has ended and left calls open
-    lines = [_headline(stuck, missing, limit_s, over)]
+    never = [m for m in missing if m not in look.running] or missing  # who runs may still have been on the way
+    lines = [_headline(stuck, never, limit_s, over)]
     for wait, ranks in _grouped(stuck):
         does = "started" if over else "waits in" if len(ranks) == 1 else "wait in"
         whom = f", for {rank_list(wait.missing)}" if wait.missing and not over else ""
@@ -142,7 +143,7 @@ def hang(stuck, look, last_calls, places, kept, limit_s=None):
         lines.append(f"If it only needed longer: timeout={int(limit_s * 3) or 1} on launch or run, %%ranks --timeout.")
     lines += [kept] if kept else []
     waiting = {r: str(w.call) for r, w in stuck.items()}
-    return HangError("\n".join(lines), waiting=waiting, missing=missing, rank=min(missing or stuck), cause="hang")
+    return HangError("\n".join(lines), waiting=waiting, missing=never, rank=min(never or stuck), cause="hang")
 
 
 def guarded(verdict, kept):
@@ -160,10 +161,8 @@ def _headline(stuck, missing, limit_s, over):
     if missing:
         does = "started" if over else "waits in" if len(stuck) == 1 else "wait in"
         wanted = sorted({_wanted(w.call) for w in stuck.values()})
-        if wanted == ops:
-            return f"{rank_list(missing)} never called {' or '.join(ops)}, which {rank_list(stuck)} {does}"
-        waits = f"{rank_list(stuck)} {does} {' or '.join(ops)}"
-        return f"{rank_list(missing)} never called {' or '.join(wanted)}, and {waits}"
+        never = "made that call" if wanted == ops else f"called {' or '.join(wanted)}"
+        return f"{rank_list(stuck)} {does} {' or '.join(ops)}; {rank_list(missing)} never {never}"
     return f"{rank_list(stuck)} wait for each other: {_cycle(stuck)}"
 
 
@@ -195,12 +194,14 @@ def _grouped(stuck):
     return groups
 
 
-def kept_text(world_size, dead, regrouped):
+def kept_text(world_size, dead, regrouped, lost_groups=False):
     """What is left of the ranks' variables and groups after a repair; empty if all is.
+
+    ``lost_groups``: there were process groups, or modules that hold one, which no longer work.
 
     Example:
         >>> kept_text(4, [2], True)
-        'rank 2 is new and has no variables; ranks 0-1, 3 kept theirs. Make process groups and DDP modules again.'
+        'rank 2 is new and has no variables; ranks 0-1, 3 kept theirs.'
     """
     if not dead and not regrouped:
         return ""
@@ -209,4 +210,4 @@ def kept_text(world_size, dead, regrouped):
     if dead:
         kept = rank_list(dead) + (" is new and has" if len(dead) == 1 else " are new and have") + " no variables"
         kept += f"; {rank_list(rest)} kept theirs." if rest else "."
-    return kept + " Make process groups and DDP modules again."
+    return kept + (" Make process groups and DDP modules again." if lost_groups else "")

@@ -11,7 +11,7 @@ from dtlab.ranks.monitor import Monitor
 from dtlab.ranks.relay import Relay
 
 TICK_S = 0.02
-GRACE_S = 0.4  # after the first failure: time for the others to fail by themselves and be heard
+GRACE_S = 0.4  # after the first failure: time for the others to fail by themselves, or to come to the same wait
 SOCKETS_AFTER_S = 0.3  # ladder: a signal at once, then gloo's sockets, then the process
 KILL_AFTER_S = 1.5
 KILL_COPY_AFTER_S = 10  # a push or pull is only a copy: it ends by itself
@@ -32,7 +32,7 @@ class CellRun:
         self.hang = None  # (stuck, look, limit_s) when a wait could not end
         self.verdict = None  # (text, is_hanging, rank) of a mistake that the guard has seen
         self.interrupted = False
-        self._stop_at, self._steps = None, set()
+        self._stop_at, self._steps, self._stuck_at = None, set(), None
         self._failed_at = None
         self._started = time.monotonic()
 
@@ -169,6 +169,9 @@ class CellRun:
         ended, failed = list(self.values), [*self.failures, *self.dead]
         self.monitor.watch_progress(ended, failed)
         stuck = self.monitor.verdict(ended, failed) if now - self._started > TICK_S else {}
+        self._stuck_at = (self._stuck_at or now) if stuck else None
+        if stuck and self.monitor.look(ended, failed).running and now - self._stuck_at < GRACE_S:
+            return  # the others may be on their way to the same call
         if stuck and self._failed_at is None:
             look = self.monitor.look(ended, failed)
             self._begin_hang(stuck, look, None)
@@ -250,7 +253,7 @@ class CellRun:
         dead = self.pool.repair(sorted({*self.dead, *self.pool.gone()}), regroup)
         if not self.pool.alive:
             return "All ranks have ended: run the launch cell again."
-        return report.kept_text(self.pool.size, dead, regroup)
+        return report.kept_text(self.pool.size, dead, regroup, self.pool.lost_groups)
 
     def _error(self, kept):
         if self.verdict:

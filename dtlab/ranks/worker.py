@@ -165,7 +165,7 @@ class Worker:
         def value():
             if name not in self.namespace.vars:
                 names = ", ".join(self.namespace.names()) or "none yet"
-                raise ConfigError(f"{name!r} is not a variable of rank {self.rank}; its variables: {names}")
+                raise ConfigError(f"the ranks have no variable {name!r}; their variables: {names}")
             return self.namespace.vars[name]
 
         self._number(number)
@@ -174,6 +174,7 @@ class Worker:
     def on_regroup(self, number, fds):
         """Leave the old group, with whatever hangs in it, and join a new one; variables stay."""
         self.publisher.guard.buffers.forget()
+        had_groups = holds_groups(self.namespace.vars.values())
         calls.current = None
         self._number(number)
         shut_sockets()
@@ -181,7 +182,7 @@ class Worker:
         self.store.close()
         os.close(self.board_fd)
         self.store_fd, self.board_fd = fds
-        self._finish(number, *self._attempt(self.join_group))
+        self._finish(number, *self._attempt(lambda: self.join_group() or had_groups))
     def _run(self, number, present, context, action):
         def whole():
             value = action()
@@ -250,7 +251,8 @@ class Worker:
             elif frame[0][0] == "where":
                 self.control_channel.send("where", frame[0][1], where_is_main_thread())
             if self.stop_text is not None and self.running:
-                if self.stopped_at is None or time.monotonic() - self.stopped_at > _STOP_AGAIN_S:
+                stopped_at = max(self.stopped_at or 0.0, self.publisher.stopped_at)  # by the signal, or in a call
+                if time.monotonic() - stopped_at > _STOP_AGAIN_S:
                     signal.pthread_kill(threading.main_thread().ident, _STOP_SIGNAL)
 
     def _obey(self, order, number, text=None):
@@ -303,6 +305,12 @@ def where_is_main_thread():
             break
         frame = frame.f_back
     return place, importing, communicates
+
+
+def holds_groups(values):
+    """Whether a reader has made process groups, or keeps modules that hold one; they end with the group."""
+    modules = (torch.nn.parallel.DistributedDataParallel, torch.distributed.fsdp.FSDPModule)
+    return len(dist.distributed_c10d._world.pg_map) > 1 or any(isinstance(v, modules) for v in values)
 
 
 def leave_groups():

@@ -410,6 +410,12 @@ def monitored_barrier_against_barrier():
         dist.barrier()  # <-
 
 
+def local_group_that_torch_names_differently():
+    dist.new_group([0])
+    if dist.get_rank() < 2:
+        dist.new_group([0, 1], use_local_synchronization=True)  # <-
+
+
 def all_reduce_against_new_group():
     if dist.get_rank() == 0:
         dist.new_group([0])  # <-

@@ -621,12 +621,6 @@ def functional_collectives():
     functional.all_reduce(torch.ones(4, 4)[:, 1], "max", world).sum()
 
 
-def local_groups():
-    group = dist.new_group([0, 1], use_local_synchronization=True) if dist.get_rank() < 2 else None
-    if group is not None:
-        dist.all_reduce(torch.ones(2), group=group)
-
-
 def barriers_and_coalesced():
     dist.barrier()
     dist.monitored_barrier()
