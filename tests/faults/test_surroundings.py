@@ -146,7 +146,7 @@ def dies():
     dist.all_reduce(torch.ones(1))
 def skips():
     if rank: dist.all_reduce(torch.ones(1))
-for fault, says in ((fails, "ValueError: boom"), (skips, "never called all_reduce"), (dies, "exit code 3")):
+for fault, says in ((fails, "ValueError: boom"), (skips, "never made that call"), (dies, "exit code 3")):
     try:
         ranks.run(fault)
     except dtlab.RankError as error:

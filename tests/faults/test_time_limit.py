@@ -43,7 +43,7 @@ def test_the_limit_ends_calls_that_all_have_made_in_another_order(fails):
                  for call in (first, second)]  # fmt: skip
         [work.wait() for work in works]
 
-    error = fails(live(2), "time limit of 1 s, swapped calls", swapped, timeout=1, promise_s=3, error=HangError)
+    error = fails(live(2), "time limit of 1 s, swapped calls", swapped, timeout=1, guard=False, promise_s=3, error=HangError)
     assert "Is their order the same on every rank" in str(error)
 
 

@@ -103,7 +103,7 @@ def test_a_name_that_no_rank_has(ranks):
     from dtlab import RankError
 
     ranks.push(a=1)
-    with pytest.raises(RankError, match="'b' is not a variable of rank 0; its variables: a"):
+    with pytest.raises(RankError, match="ranks 0-2 of 3 failed: .*no variable 'b'; their variables: a"):
         ranks.pull("b")
 
 
@@ -142,3 +142,29 @@ def test_launch_with_another_size_replaces_the_ranks():
     with pytest.raises(ConfigError, match="shut down"):
         first.run(lambda: 1)
     assert dtlab.launch(1).run(lambda: (rank, world_size)) == [(0, 1)]  # noqa: F821
+
+
+@pytest_ranks
+def test_push_takes_names(ranks):
+    for call in (lambda: ranks.push(5), lambda: ranks.push()):
+        with pytest.raises(ConfigError, match=r"ranks.push\(x=5\)"):
+            call()
+
+
+@pytest_ranks
+def test_a_lost_group_of_the_readers_is_said(ranks):
+    def fails():
+        if rank == 1:
+            raise ValueError
+        dist.barrier()
+
+    def text():
+        with pytest.raises(dtlab.RankError) as caught:
+            ranks.run(fails)
+        return str(caught.value)
+
+    assert text().endswith("Variables are kept.")
+    ranks.run_cell("pair = dist.new_group([0, 1])", "cell")
+    assert text().endswith("Make process groups and DDP modules again.")
+    ranks.run_cell("model = torch.nn.parallel.DistributedDataParallel(torch.nn.Linear(2, 2))", "cell")
+    assert text().endswith("Make process groups and DDP modules again.")
