@@ -192,9 +192,11 @@ class Worker:
             return value
 
         self._enter(number, present, context)
+        grad_is_on = torch.is_grad_enabled()
         status, answer = self._attempt(whole)
         if status != "ok":
             self.publisher.guard.finish(False)
+            torch.set_grad_enabled(grad_is_on)  # a stop may have come while no_grad() was being left
         for stream in self._streams.values():
             stream.finish()
         flush_c_streams()
