@@ -43,7 +43,8 @@ def test_the_limit_ends_calls_that_all_have_made_in_another_order(fails):
                  for call in (first, second)]  # fmt: skip
         [work.wait() for work in works]
 
-    error = fails(live(2), "time limit of 1 s, swapped calls", swapped, timeout=1, guard=False, promise_s=3, error=HangError)
+    asked = {"timeout": 1, "guard": False}  # the guard would see it at once
+    error = fails(live(2), "time limit of 1 s, swapped calls", swapped, **asked, promise_s=3, error=HangError)
     assert "Is their order the same on every rank" in str(error)
 
 
@@ -191,3 +192,14 @@ def test_the_limit_of_launch_counts_for_every_cell(fails):
     ranks = dtlab.launch(2, timeout=0.7)
     assert "no rank made progress for 0.7 s" in str(fails(ranks, "time limit of 0.7 s", one_sleeps, error=HangError))
     ranks.shutdown()
+
+
+def test_a_wait_in_the_store_counts_for_the_limit(fails):
+    def asks_for_a_key():
+        if rank == 0:
+            dist.distributed_c10d._get_default_store().get("nobody sets this")
+        else:
+            dist.all_reduce(torch.ones(1))
+
+    error = fails(live(2), "time limit of 0.7 s, in the store", asks_for_a_key, timeout=0.7, error=HangError)
+    assert "rank 1 waited in all_reduce" in str(error)

@@ -1,4 +1,5 @@
 """Arguments that cannot work are refused with the numbers, before anything starts."""
+# ruff: noqa: F821
 import pytest
 
 import dtlab
