@@ -13,6 +13,7 @@ import pytest
 import yaml
 from packaging.requirements import Requirement
 from packaging.specifiers import SpecifierSet
+from test_layers import imports, the_package
 
 import dtlab
 from dtlab import cli
@@ -85,6 +86,28 @@ def test_a_pin_that_left_python_3_10_behind_says_so():
         assert old or pin.marker is not None and not pin.marker.evaluate({"python_version": "3.10"}), name
 
 
+def undeclared(sources):
+    """What ``{module: source}`` imports that no requirement brings: lazily the extra ``course`` may, else the core."""
+    distributions = importlib.metadata.packages_distributions()
+    for module, source in sources.items():
+        for name, lazy in imports(source, module):
+            root = name.split(".")[0]
+            may_wait = lazy or module == "dtlab.ranks.figures"  # matplotlib itself loads that one
+            declared = requirements("course") if may_wait else requirements()
+            known = root in {*sys.stdlib_module_names, "dtlab"}
+            if not known and normal(distributions.get(root, [root])[0]) not in declared:
+                yield f"{module} imports {root}"
+
+
+def test_what_dtlab_imports_is_declared():
+    assert list(undeclared(the_package())) == []
+
+
+@pytest.mark.parametrize("source", ["import pytest", "import matplotlib", "def f():\n    import yaml", "import absent"])
+def test_an_undeclared_import_is_found(source):
+    assert list(undeclared({"dtlab.x": source}))
+
+
 def test_torch_stays_a_range_and_its_pin_names_no_build():
     assert str(requirements()["torch"].specifier) in ("<3,>=2.6", ">=2.6,<3")
     assert "+" not in str(pins()["torch"].specifier)
@@ -95,6 +118,15 @@ def test_the_extras_nest_as_the_set_up_believes():
         inner = {extra for line in PROJECT["optional-dependencies"][name] for extra in Requirement(line).extras}
         assert contains == {name}.union(*(bootstrap._NESTED[extra] for extra in inner)), name
     assert set(bootstrap._NESTED) == set(PROJECT["optional-dependencies"])
+
+
+def test_every_place_names_the_same_pythons():
+    minors = sorted(int(line.rsplit(".", 1)[1]) for line in PROJECT["classifiers"] if "Python :: 3." in line)
+    span = f"Python 3.{minors[0]} to 3.{minors[-1]}"
+    assert PROJECT["requires-python"] == f">=3.{minors[0]}" and span in README
+    assert span in (ROOT / "dtlab/cli/installer.py").read_text()
+    offered = re.search(r"for minor in \(([\d, ]+)\)", (ROOT / "dtlab/__main__.py").read_text()).group(1)
+    assert sorted(map(int, offered.split(","))) == minors
 
 
 # environment.yml
@@ -131,13 +163,6 @@ def test_environment_yml_is_pyprojects_equal():
 ])  # fmt: skip
 def test_an_unequal_environment_is_found(change):
     assert list(environment_faults({**ENVIRONMENT, **change}))
-
-
-def test_the_specs_of_environment_yml_parse_as_conda_reads_them():
-    MatchSpec = pytest.importorskip("rattler").MatchSpec
-    assert [MatchSpec(line).name.normalized for line in conda_specs(ENVIRONMENT)] == ["python", "pip"]
-    with pytest.raises(Exception, match="invalid|expected|unable"):
-        MatchSpec("python>=3.10,<<3")
 
 
 def test_pip_reads_the_extra_that_environment_yml_names():
