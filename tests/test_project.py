@@ -237,6 +237,19 @@ def test_ci_goes_through_the_readmes_command_and_its_failure_is_ours(tmp_path):
     assert reply.returncode == 3 and not (tmp_path / "called").exists()
 
 
+def long_tests():
+    """The tests of which ``make test-all`` runs more."""
+    tests = {path.relative_to(ROOT).as_posix(): path.read_text(encoding="utf-8") for path in ROOT.glob("tests/**/*.py")}
+    return {name for name, text in tests.items() if re.search(r'environ\.get\("DTLAB_TEST_ALL', text)}
+
+
+def test_ci_runs_what_test_all_adds_and_nothing_twice():
+    lines = re.findall(r"^make .*$", (ROOT / ".ci/run").read_text(), re.MULTILINE)
+    assert [line.split(" ARGS=")[0] for line in lines] == ["make lint", "make test", "make test-all"]
+    assert set(lines[-1].split('"')[1].split()) == long_tests()
+    assert what_make_would_do("test-all", "PYTHON=snake", "ARGS=a b").strip() == "snake -m dtlab test --all a b"
+
+
 def test_ci_installs_what_a_bare_debian_lacks(tmp_path):
     calls, shims = tmp_path / "calls", tmp_path / "bin"
     shims.mkdir()
