@@ -65,6 +65,8 @@ def test_the_pins_are_closed_under_what_the_packages_here_require():
             needed = importlib.metadata.requires(name) or []
         except importlib.metadata.PackageNotFoundError:
             continue
+        if importlib.metadata.version(name).split("+")[0] != next(iter(pinned[name].specifier)).version:
+            continue
         wanted = [
             each for each in map(Requirement, needed) if each.marker is None or each.marker.evaluate({"extra": ""})
         ]
@@ -237,17 +239,28 @@ def test_ci_goes_through_the_readmes_command_and_its_failure_is_ours(tmp_path):
     assert reply.returncode == 3 and not (tmp_path / "called").exists()
 
 
-def long_tests():
-    """The tests of which ``make test-all`` runs more."""
-    tests = {path.relative_to(ROOT).as_posix(): path.read_text(encoding="utf-8") for path in ROOT.glob("tests/**/*.py")}
-    return {name for name, text in tests.items() if re.search(r'environ\.get\("DTLAB_TEST_ALL', text)}
-
-
 def test_ci_runs_what_test_all_adds_and_nothing_twice():
     lines = re.findall(r"^make .*$", (ROOT / ".ci/run").read_text(), re.MULTILINE)
-    assert [line.split(" ARGS=")[0] for line in lines] == ["make lint", "make test", "make test-all"]
-    assert set(lines[-1].split('"')[1].split()) == long_tests()
-    assert what_make_would_do("test-all", "PYTHON=snake", "ARGS=a b").strip() == "snake -m dtlab test --all a b"
+    assert lines == ["make lint", "make test", 'make test-all ARGS="-m long"']
+    assert what_make_would_do("test-all", "PYTHON=snake", "ARGS=-m long").strip() == "snake -m dtlab test --all -m long"
+
+
+@pytest.mark.parametrize("setting, counted", [("", "2 skipped"), ("1", "1 passed, 1 skipped")])
+def test_what_takes_long_runs_only_in_test_all(setting, counted, tmp_path):
+    shutil.copy(ROOT / "tests/conftest.py", tmp_path)
+    (tmp_path / "pytest.ini").write_text("[pytest]\nmarkers = long\n")
+    (tmp_path / "test_it.py").write_text("import pytest\n@pytest.mark.long\ndef test_it(): pass\n"
+                                         "@pytest.mark.skip\ndef test_other(): pass\n")  # fmt: skip
+    reply = subprocess.run([sys.executable, "-m", "pytest", "-q", "-p", "no:cacheprovider", "."], cwd=tmp_path,
+                           env={**os.environ, "DTLAB_TEST_ALL": setting}, capture_output=True, text=True)  # fmt: skip
+    assert counted in reply.stdout
+
+
+def test_the_lessons_on_two_ranks_and_the_storm_of_200_take_long():
+    command = [sys.executable, "-m", "pytest", "--collect-only", "-q", "-m", "long", "-p", "no:cacheprovider"]
+    reply = subprocess.run([*command, "tests/notebooks", "tests/faults"], cwd=ROOT, capture_output=True, text=True)
+    assert "test_lesson_runs_on_two_ranks[00_ranks]" in reply.stdout and "test_a_storm_of_faults[200]" in reply.stdout
+    assert "test_a_storm_of_faults[12]" not in reply.stdout
 
 
 def test_ci_installs_what_a_bare_debian_lacks(tmp_path):

@@ -1,5 +1,4 @@
-"""Every lesson runs at WORLD_SIZE = 2 too: executed, not compared. Takes long: part of ``make test-all``."""
-import os
+"""Every lesson runs at WORLD_SIZE = 2 too: executed, not compared."""
 import sys
 from pathlib import Path
 
@@ -13,7 +12,7 @@ from test_anatomy import LESSONS, build  # noqa: E402
 LINE = "WORLD_SIZE = 4"
 
 
-@pytest.mark.skipif(not os.environ.get("DTLAB_TEST_ALL"), reason="takes long: make test-all")
+@pytest.mark.long
 @pytest.mark.notebook
 @pytest.mark.ranks
 @pytest.mark.parametrize("path", LESSONS, ids=lambda path: path.stem)
