@@ -282,11 +282,15 @@ def test_ci_installs_what_a_bare_debian_lacks(tmp_path):
     assert "python3-venv chromium" in calls.read_text()
 
 
-def test_the_workflow_runs_the_same_script_on_the_lowest_python():
+def test_the_workflow_runs_the_same_script_on_the_lowest_python_and_the_lowest_versions():
     workflow = yaml.safe_load((ROOT / ".github/workflows/ci.yml").read_text())
     (job,) = workflow["jobs"].values()
     assert any("bash .ci/run" in step.get("run", "") for step in job["steps"])
-    assert PROJECT["requires-python"] == f">={job['strategy']['matrix']['python'][0]}"
+    matrix = job["strategy"]["matrix"]
+    assert PROJECT["requires-python"] == f">={matrix['python'][0]}"
+    assert {"python": matrix["python"][0], "versions": "lowest"} in matrix["include"]
+    (step,) = (step for step in job["steps"] if step.get("if") == "matrix.versions == 'lowest'")
+    assert "--resolution lowest-direct" in step["run"] and job["steps"].index(step) < len(job["steps"]) - 1
 
 
 # What is written and shipped
