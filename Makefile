@@ -9,7 +9,7 @@ lab tour test doctor:
 	@$(DTLAB) $@ $(ARGS)
 
 test-all:
-	@$(DTLAB) test --all
+	@$(DTLAB) test --all $(ARGS)
 
 notebooks:
 	@$(DTLAB) run notebooks/build.py $(ARGS)

@@ -5,7 +5,7 @@ import sys
 if sys.version_info < (3, 10):
     import shutil
 
-    newer = [name for name in ("python3.%d" % minor for minor in (13, 12, 14, 11, 10)) if shutil.which(name)]
+    newer = [name for name in ("python3.%d" % minor for minor in (13, 12, 11, 10)) if shutil.which(name)]
     cure = "this machine has %s" % newer[0] if newer else "install a newer one"
     sys.exit(
         "dtlab needs Python 3.10 or newer and %s is %d.%d: %s, then run: make lab PYTHON=%s"

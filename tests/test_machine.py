@@ -83,10 +83,11 @@ def test_a_cgroup_v1_memory_limit_counts_and_its_huge_number_means_none(tmp_path
     assert machine.memory_available_bytes(**where) == 2 * GIB
 
 
-def test_an_empty_proc_gives_numbers_not_errors(tmp_path):
+def test_without_proc_and_cgroup_affinity_and_physical_memory_count(tmp_path, eight_cores):
     where = tree(tmp_path, {"proc/none": "", "cgroup/none": ""})
-    assert machine.usable_cores(**where) >= 1
-    assert machine.memory_available_bytes(**where) >= 0
+    assert machine.usable_cores(**where) == 8
+    physical = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
+    assert machine.memory_available_bytes(**where) == machine.memory_total_bytes(**where) == physical
 
 
 def test_ranks_by_memory_about_150_mb_each_and_never_less_than_one():

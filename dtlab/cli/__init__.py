@@ -1,4 +1,4 @@
-"""The commands: ``dtlab lab | test | tour | doctor | reset``, also ``python3 -m dtlab ...`` from a bare clone.
+"""The commands: ``dtlab lab | test | tour | doctor | reset | run``, also ``python3 -m dtlab ...`` from a bare clone.
 
 Until the environment is there, nothing but the standard library is imported.
 """
@@ -7,18 +7,67 @@ import argparse
 import errno
 import importlib
 import os
+import subprocess
 import sys
 
 from dtlab.cli import bootstrap
 from dtlab.errors import DtlabError
 
-_COMMANDS = {  # name -> (module that runs it, extra it needs, one line of help)
-    "lab": ("dtlab.cli.lab", "course", "set up, make your working copies, open JupyterLab on lesson 00"),
-    "test": ("dtlab.cli.testing", "test", "set up, then run the tests; --all adds what takes long"),
-    "tour": ("dtlab.cli.tour", "course", "the course in miniature: every technique on 4 ranks, one table"),
-    "doctor": ("dtlab.cli.examine", None, "what this machine can do, what will go wrong, and the cure"),
-    "reset": ("dtlab.cli.reset", None, "keep your copy of a lesson aside and make a fresh one"),
-    "run": ("dtlab.cli.run", "test", "run Python in the course's environment, for example: dtlab run -m ruff check ."),
+
+def _main_of(module):
+    """The command of a module that is imported when it is asked for."""
+    return lambda args: importlib.import_module(module).main(args) or 0
+
+
+def _test(args) -> int:
+    """Run pytest over the tests and the lessons (pyproject.toml says where they are) and return its exit code.
+
+    Arguments other than ``--all`` go to pytest as they are; then only what they name runs. ``--all`` sets
+    ``DTLAB_TEST_ALL=1``, which lets the tests marked ``long`` run.
+    """
+    everything, args = "--all" in args, [arg for arg in args if arg != "--all"]
+    if not everything and not args:
+        args = ["-m", "not peers"]
+    env = {**os.environ, "DTLAB_TEST_ALL": "1"} if everything else None
+    return subprocess.call([sys.executable, "-m", "pytest", *args], cwd=bootstrap.ROOT, env=env)
+
+
+def _doctor(args) -> int:
+    """Print every finding; return 1 if something will go wrong."""
+    from dtlab.examine import doctor
+
+    report = doctor()
+    print(report.full())
+    return 1 if report.problems else 0
+
+
+def _reset(args) -> int:
+    """Keep the reader's copy of each named lesson aside and make a fresh one."""
+    from dtlab.cli import working_copies
+
+    if not args or args[0].startswith("-"):
+        raise bootstrap.SetupError("reset needs the lesson's number, for example: dtlab reset 00")
+    for name in args:
+        fresh, kept = (path and os.path.relpath(path, bootstrap.ROOT) for path in working_copies.reset(name))
+        print(f"fresh copy: {fresh}" + (f", your old one: {kept}" if kept else ""))
+    return 0
+
+
+def _run(args) -> int:
+    """Run ``python ARGS`` (without ``--extra NAME``) from the clone's root and return its exit code."""
+    args = args[2:] if args[:1] == ["--extra"] else args
+    if not args:
+        raise bootstrap.SetupError("run needs something to run, for example: dtlab run -m ruff check .")
+    return subprocess.call([sys.executable, *args], cwd=bootstrap.ROOT)
+
+
+_COMMANDS = {  # name -> (what runs it, extra it needs, one line of help)
+    "lab": (_main_of("dtlab.cli.lab"), "course", "set up, make your working copies, open JupyterLab on lesson 00"),
+    "test": (_test, "test", "set up, then run the tests; --all adds what takes long"),
+    "tour": (_main_of("dtlab.cli.tour"), "course", "the course in miniature: every technique on 4 ranks, one table"),
+    "doctor": (_doctor, None, "what this machine can do, what will go wrong, and the cure"),
+    "reset": (_reset, None, "keep your copy of a lesson aside and make a fresh one"),
+    "run": (_run, "test", "run Python in the course's environment, for example: dtlab run -m ruff check ."),
 }
 
 
@@ -34,12 +83,12 @@ def main(argv=None) -> int:
     """Run one command and return its exit code; what the reader can mend is told in one sentence, never a traceback."""
     argv = list(sys.argv[1:] if argv is None else argv)
     command, rest = _parse(argv)
-    module, extra, _ = _COMMANDS[command]
+    command_main, extra, _ = _COMMANDS[command]
     try:
         python = bootstrap.prepare(_extra(command, rest, extra))
         if not bootstrap.is_current(python):
             return bootstrap.hand_over(python, argv)
-        code = importlib.import_module(module).main(rest) or 0
+        code = command_main(rest)
         sys.stdout.flush()
         return code
     except (bootstrap.SetupError, DtlabError) as problem:

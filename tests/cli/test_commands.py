@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 
 from dtlab import cli
-from dtlab.cli import bootstrap, lab, run, testing, working_copies
+from dtlab.cli import bootstrap, lab, working_copies
 from dtlab.examine import Finding
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -31,7 +31,7 @@ def course(tmp_path, monkeypatch):
 def test_test_runs_everything_but_peers_and_returns_pytests_code(course, code):
     calls, queue = course
     queue.append(code)
-    assert testing.main([]) == code
+    assert cli._test([]) == code
     assert [command for command, _ in calls] == [[sys.executable, "-m", "pytest", "-m", "not peers"]]
 
 
@@ -42,27 +42,27 @@ def test_the_lessons_are_part_of_what_pytest_runs_by_itself():
 
 def test_all_leaves_nothing_out_and_says_so_to_the_tests(course):
     calls, _ = course
-    testing.main(["--all"])
+    cli._test(["--all"])
     assert calls[0][0][1:] == ["-m", "pytest"] and calls[0][1]["DTLAB_TEST_ALL"] == "1"
 
 
 def test_what_is_named_is_what_runs(course):
     calls, queue = course
     queue.append(4)
-    assert testing.main(["tests/test_tour.py", "-x"]) == 4
+    assert cli._test(["tests/test_tour.py", "-x"]) == 4
     assert calls[0][0][1:] == ["-m", "pytest", "tests/test_tour.py", "-x"] and len(calls) == 1
 
 
 def test_run_hands_over_its_arguments_and_exit_code(course):
     calls, queue = course
     queue.append(7)
-    assert run.main(["--extra", "bench", "benchmarks/run.py", "--quick"]) == 7
+    assert cli._run(["--extra", "bench", "benchmarks/run.py", "--quick"]) == 7
     assert calls[0][0] == [sys.executable, "benchmarks/run.py", "--quick"]
 
 
 def test_run_without_anything_is_refused():
     with pytest.raises(bootstrap.SetupError, match="needs something to run"):
-        run.main([])
+        cli._run([])
 
 
 @pytest.mark.parametrize("argv, extra", [

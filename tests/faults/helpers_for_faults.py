@@ -8,7 +8,7 @@ import torch
 
 import dtlab
 
-in_test_all = pytest.mark.skipif(not os.environ.get("DTLAB_TEST_ALL"), reason="takes long: make test-all")
+in_test_all = pytest.mark.long
 _every_rank = set()  # process ids of all ranks there have been
 
 def live(size, **kwargs):

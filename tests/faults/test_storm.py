@@ -11,7 +11,6 @@ from helpers_for_faults import assert_works, live, open_fds, shared_files, stray
 
 from dtlab import RankError
 
-NUM_FAULTS = 200 if os.environ.get("DTLAB_TEST_ALL") else 12
 SEED = int(os.environ.get("DTLAB_STORM_SEED", "2"))
 WITHIN_S = 15
 FAULTS = ["raise", "exit", "kill", "segfault", "sys_exit", "skip", "extra", "other", "swallow", "import_error", "ddp",
@@ -118,10 +117,11 @@ def strike(ranks, fault, seed, dice):
     assert time.monotonic() - started < WITHIN_S
 
 
-def test_a_storm_of_faults(capsys, reactions):
+@pytest.mark.parametrize("num_faults", [12, pytest.param(200, marks=pytest.mark.long)])
+def test_a_storm_of_faults(num_faults, capsys, reactions):
     dice = random.Random(SEED)
     files, fds = shared_files(), None
-    faults = [dice.choice(FAULTS + OUTSIDE) for _ in range(NUM_FAULTS)]
+    faults = [dice.choice(FAULTS + OUTSIDE) for _ in range(num_faults)]
     ranks = live(3)
     for i, fault in enumerate(faults):
         if i % 10 == 9:

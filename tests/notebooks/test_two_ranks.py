@@ -12,6 +12,7 @@ from test_anatomy import LESSONS, build  # noqa: E402
 LINE = "WORLD_SIZE = 4"
 
 
+@pytest.mark.long
 @pytest.mark.notebook
 @pytest.mark.ranks
 @pytest.mark.parametrize("path", LESSONS, ids=lambda path: path.stem)
