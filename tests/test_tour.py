@@ -84,3 +84,16 @@ def test_missing_misshapen_and_undefined_tensors_are_differences(reference, name
 def test_no_ranks_are_refused():
     with pytest.raises(ConfigError, match=r"--ranks \(0\) must be at least 1"):
         tour.main(["--ranks", "0"])
+
+
+@pytest.mark.ranks
+def test_the_recorded_cost_of_a_step():
+    import dtlab
+
+    params = 8 * sum(p.numel() for p in SMALL.model().parameters())
+    with dtlab.launch(2) as ranks:
+        alone = tour.recorded_cost(ranks, tour.serial, SMALL, on=[0])
+        sent, peak = tour.recorded_cost(ranks, tour.data_parallel, SMALL)
+    assert alone[0] == 0 and alone[1] > 4 * params  # parameters, gradients, two moments
+    assert sent == params + 8  # all gradients and the loss, 2 (n - 1) / n = 1 times on two ranks
+    assert 4 * params < peak < alone[1] + 1000

@@ -8,7 +8,7 @@ import argparse
 import textwrap
 import time
 from collections.abc import Callable
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import NamedTuple
 
 import torch
@@ -27,6 +27,8 @@ RTOL, ATOL = 1e-10, 1e-12  # float64: sums in another order differ by far less, 
 EXPLANATION = """
 Equal means, on every rank: the loss of each step, the last gradient of each parameter and each parameter
 after {steps} steps, within rtol {rtol:g} of one process.
+Sent and peak are recorded on one more run of a single step, start-up included: what the busiest rank sends, and
+the most bytes of parameters, gradients, optimizer states and activations that live on a rank at one time.
 Time is not the gain: all ranks ({ranks}) share the cores of this machine ({cores}), which one process has to itself.
 What a technique gains on real hardware is what the lessons count and replay."""
 
@@ -203,15 +205,29 @@ def show_technique(ranks, technique: Technique, job: Job, reference: Trained, wi
         print(f"{technique.name:<{width}}  FAILED\n{textwrap.indent(str(error), '  ')}", flush=True)
         return False
     wrong = [(rank, row.difference) for rank, row in enumerate(rows) if row.difference]
-    print_row(technique.name, "NO" if wrong else "yes", rows[0].losses, max(row.step_s for row in rows), width)
+    cost = recorded_cost(ranks, technique.program, job)
+    print_row(technique.name, "NO" if wrong else "yes", rows[0].losses, max(row.step_s for row in rows), cost, width)
     if wrong:
         print(f"  rank {wrong[0][0]}: {wrong[0][1]}", flush=True)
     return not wrong
 
 
-def print_row(name: str, verdict: str, losses: list, step_s: float, width: int) -> None:
+def recorded_cost(ranks, program: Callable, job: Job, on=None) -> tuple:
+    """``(bytes that the busiest rank sends, largest peak of a rank in bytes)`` of one step, from a recording."""
+
+    def one_step(job):
+        program(job)  # what it trained is not sent back
+
+    recording = ranks.record(one_step, replace(job, num_steps=1), ranks=on)
+    sent = recording.communication().groupby("rank")["wire_bytes"].sum()
+    return (sent.max() if len(sent) else 0), recording.memory()["peak"].max()
+
+
+def print_row(name: str, verdict: str, losses: list, step_s: float, cost: tuple, width: int) -> None:
     """One line of the table."""
-    print(f"{name:<{width}}  {verdict:<16}  {losses[0]:.4f} -> {losses[-1]:.4f}  {1e3 * step_s:.0f}", flush=True)
+    sent, peak = (f"{value / 1e6:.1f}" for value in cost)
+    fell = f"{losses[0]:.4f} -> {losses[-1]:.4f}"
+    print(f"{name:<{width}}  {verdict:<16}  {fell}  {1e3 * step_s:16.0f}  {sent:>8}  {peak:>8}", flush=True)
 
 
 def run_tour(num_ranks: int, job: Job, techniques) -> int:
@@ -229,9 +245,10 @@ def print_table(ranks, job: Job, techniques) -> list:
     width = max(len(technique.name) for technique in techniques)
     print(f"The small GPT ({num_params(job.model()):,} parameters, float64) on {len(job.data):,} bytes of text: "
           f"{job.num_steps} steps of {job.batch_size} x {job.config.seq_length} tokens.\n")
-    print(f"{'':<{width}}  equal to serial?  loss              fastest step, ms")
+    print(f"{'':<{width}}  equal to serial?  loss              fastest step, ms  sent, MB  peak, MB")
     reference = serial(job)
-    print_row("one process", "reference", reference.losses, reference.step_s, width)
+    alone = recorded_cost(ranks, serial, job, on=[0])
+    print_row("one process", "reference", reference.losses, reference.step_s, alone, width)
     return [show_technique(ranks, technique, job, reference, width) for technique in techniques]
 
 

@@ -10,7 +10,6 @@ import os
 import re
 import signal
 import socket
-import stat
 import sys
 import threading
 import time
@@ -21,6 +20,7 @@ import torch.distributed as dist
 from dtlab.errors import ConfigError
 from dtlab.ranks import calls, cells, console, parcels
 from dtlab.ranks.board import Board
+from dtlab.ranks.leaving import leave_groups, shut_sockets
 from dtlab.ranks.store import MemoryStore
 from dtlab.ranks.wire import Channel
 from dtlab.ranks.zygote import die_with_parent
@@ -28,7 +28,6 @@ from dtlab.ranks.zygote import die_with_parent
 _STOP_SIGNAL = signal.SIGUSR2
 _ENGINE_FILES = tuple(f"/dtlab/ranks/{name}.py" for name in ("wire", "board", "calls", "console", "worker", "parcels"))
 _WAITING_FILES = ("/torch/autograd/", "/torch/distributed/", "/torch/nn/parallel/", "/dtlab/ranks/calls.py")
-_LEAVE_S = 0.5
 _LOOPBACK = ("127.0.0.1", "::1", "::ffff:127.0.0.1")
 _STOP_AGAIN_S = 0.5  # code that swallowed the first stop gets another
 
@@ -313,35 +312,6 @@ def holds_groups(values):
     """Whether a reader has made process groups, or keeps modules that hold one; they end with the group."""
     modules = (torch.nn.parallel.DistributedDataParallel, torch.distributed.fsdp.FSDPModule)
     return len(dist.distributed_c10d._world.pg_map) > 1 or any(isinstance(v, modules) for v in values)
-
-
-def leave_groups():
-    """Destroy all process groups.
-
-    Subtle: the destructor waits for gloo's threads, and a call whose sockets were shut while it began waits for ever in
-    one. So the last references are dropped in a thread that may be left behind.
-    """
-    groups = list(dist.distributed_c10d._world.pg_map)
-    with contextlib.suppress(Exception):
-        dist.destroy_process_group()
-    thread = threading.Thread(target=groups.clear, daemon=True, name="dtlab-leave")
-    thread.start()
-    thread.join(_LEAVE_S)
-
-
-def shut_sockets():
-    """End every TCP connection of this process to this machine, so that gloo's waits return with an error."""
-    for name in os.listdir("/dev/fd"):
-        try:
-            if not stat.S_ISSOCK(os.fstat(int(name)).st_mode):
-                continue
-            sock = socket.socket(fileno=os.dup(int(name)))
-        except OSError:
-            continue
-        with contextlib.suppress(OSError), sock:
-            inet = sock.family in (socket.AF_INET, socket.AF_INET6) and sock.type == socket.SOCK_STREAM
-            if inet and sock.getpeername()[0] in _LOOPBACK:  # gloo's; a reader's own connections go further
-                sock.shutdown(socket.SHUT_RDWR)
 
 
 def flush_c_streams():
