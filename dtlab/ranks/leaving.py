@@ -8,6 +8,7 @@ import threading
 import torch.distributed as dist
 
 _LEAVE_S = 0.5  # longest wait for the destructors of groups
+_LOOPBACK = ("127.0.0.1", "::1", "::ffff:127.0.0.1")
 
 
 def leave_groups():

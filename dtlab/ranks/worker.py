@@ -28,7 +28,6 @@ from dtlab.ranks.zygote import die_with_parent
 _STOP_SIGNAL = signal.SIGUSR2
 _ENGINE_FILES = tuple(f"/dtlab/ranks/{name}.py" for name in ("wire", "board", "calls", "console", "worker", "parcels"))
 _WAITING_FILES = ("/torch/autograd/", "/torch/distributed/", "/torch/nn/parallel/", "/dtlab/ranks/calls.py")
-_LOOPBACK = ("127.0.0.1", "::1", "::ffff:127.0.0.1")
 _STOP_AGAIN_S = 0.5  # code that swallowed the first stop gets another
 
 
