@@ -209,7 +209,7 @@ dist.all_reduce(t)
 print("variables:", [name for name in ("lesson", "t", "x") if name in globals()])
 
 # %% [markdown]
-# All are there, the new one empty. Nothing was restarted, and nothing here breaks for good: experiment.
+# All are there, the new one empty. The kernel was not restarted, and nothing here breaks for good: experiment.
 #
 # ## Run it on ranks
 #
@@ -247,11 +247,11 @@ assert abs(losses[0] - math.log(256)) < 0.1 and losses[-1] < losses[0] - 1
 # It starts where it must and falls. Now the same batch on all ranks. Commit yourself:
 
 # %% name="question-2" tags=["exact", "folded"]
-question = f"{WORLD_SIZE} ranks share each batch on this machine. Samples per second, against one process?"
+question = f"{WORLD_SIZE} ranks share each batch on this machine. Samples per second, against one process with one thread?"
 dtlab.predict("00.2", question, choices={
-    "faster": "That needs a free core for each rank, and much arithmetic between two calls.",
-    "about equal": "The arithmetic is the same in sum, but now every step also waits for its calls.",
-    "slower": "The ranks share the cores that one process had, and every step waits for its calls.",
+    "faster": "That takes free cores for the ranks, and calls that are quick beside the arithmetic between them.",
+    "about equal": "That takes calls that cost as much as the further cores gain. The arithmetic is the same in sum.",
+    "slower": "That takes calls that cost more than the further cores gain, or no further core that is free.",
 })
 
 # %% [markdown]
@@ -343,7 +343,7 @@ dtlab.reveal("00.2", f"{speed:.2f} times the speed of one process", right)
 assert speed < 2 * WORLD_SIZE
 
 # %% [markdown]
-# That is the speed of *this machine*, whose ranks take turns on its cores, with a tiny model whose every
+# That is the speed of *this machine*, with as many free cores as it has just now, and of a tiny model whose every
 # gradient waits for a call. It says nothing about four GPUs. So each number of this course is of one of three
 # kinds, and says which:
 #
