@@ -7,7 +7,8 @@
 # |---|---|---|---|---|
 # | ten lines of data-parallel training | PyTorch; nothing distributed | 4 ranks on CPU | 35 min | Linux; Windows through WSL2; macOS and Colab: not tried |
 #
-# Words are explained in the [glossary](../notebooks/GLOSSARY.md).
+# Words are explained in the [glossary](../notebooks/GLOSSARY.md). After a kernel restart, run the first cell and the cell
+# with `launch` again. The first cell imports what the lesson uses, and asks the doctor what this machine has:
 
 # %% name="imports" tags=["timing"]
 import math
@@ -56,6 +57,7 @@ for devices in (1, 64):
 # folded because it knows the answer; run it like any other:
 
 # %% name="question-1" tags=["exact", "folded"]
+# Question 00.1: run me
 total, last = WORLD_SIZE * (WORLD_SIZE + 1) // 2, WORLD_SIZE - 1
 question = f"Rank r of {WORLD_SIZE} holds r + 1. After all_reduce(t), what does rank {last} hold?"
 dtlab.predict("00.1", question, choices={
@@ -88,7 +90,7 @@ print(f"I am one of {world_size}, and my x is {x}")
 # %% [markdown]
 # ### Two worlds
 #
-# Every rank made its own `x`. What is `x` in the kernel?
+# Every rank made its own `x`. What is `x` in the kernel? (The red is meant.)
 
 # %% name="two-worlds" tags=["exact", "raises-exception"]
 x
@@ -106,7 +108,7 @@ values
 # This is where everything lives now:
 
 # %% name="picture" tags=["picture"]
-on_ranks = [{"x": value, "lesson": "'00'"} for value in values]
+on_ranks = [{"x": x, "lesson": repr(text)} for x, text in zip(values, ranks.pull("lesson"))]
 plots.ranks_picture({"WORLD_SIZE": WORLD_SIZE, "values": values}, on_ranks)
 
 # %% [markdown]
@@ -123,7 +125,7 @@ dist.all_reduce(t)
 t
 
 # %% [markdown]
-# All ranks show the same, so the output is one line. What did you say?
+# Ranks that show the same share one line. What did you say?
 
 # %% name="answer-1" tags=["exact"]
 dtlab.reveal("00.1", int(ranks.pull("t")[-1]))
@@ -147,8 +149,8 @@ assert results == [10 * sum(range(WORLD_SIZE))] * WORLD_SIZE
 # %% [markdown]
 # ### Break it
 #
-# Ranks that wait for each other can wait for ever. Cause it now, three times. First, rank 1 skips a collective; the
-# others may wait at most 3 seconds:
+# Ranks that wait for each other can wait for ever. Cause it now. First, rank 1 skips a collective; the others may wait at
+# most 3 seconds, less where it is clear that nobody will come:
 
 # %% name="skip" tags=["exact", "raises-exception"]
 # %%ranks --timeout 3
@@ -189,7 +191,29 @@ for call in (dist.send, dist.recv) if rank == 0 else (dist.recv, dist.send):
 print(f"I hold {t.item()} and got {theirs.item()}")
 
 # %% [markdown]
-# Third, a process ends in the middle of the work, as one does that the system kills for its memory:
+# Worse than a hang is a wrong number without a word: that is what comes elsewhere, on CPUs, when calls meet that do not
+# fit. Here a **guard** compares them before the data moves. Rank 1 brings another shape:
+
+# %% name="shapes" tags=["timing", "raises-exception"]
+# %%ranks
+grad = torch.ones(3 if rank == 1 else 2)
+dist.all_reduce(grad)
+
+# %% [markdown]
+# Both calls side by side (who is told first may vary). And if rank 1 makes two calls in the other order? Shapes fit, but losses would be added to hits:
+
+# %% name="order" tags=["timing", "raises-exception"]
+# %%ranks
+loss, hits = torch.tensor([0.5]), torch.tensor([8.0])
+if rank == 1:
+    dist.all_reduce(hits)
+    dist.all_reduce(loss)
+else:
+    dist.all_reduce(loss)
+    dist.all_reduce(hits)
+
+# %% [markdown]
+# Last, a process ends in the middle of the work, as one does that the system kills for its memory:
 
 # %% name="exit" tags=["exact", "raises-exception"]
 # %%ranks
@@ -209,7 +233,7 @@ dist.all_reduce(t)
 print("variables:", [name for name in ("lesson", "t", "x") if name in globals()])
 
 # %% [markdown]
-# All are there, the new one empty. The kernel was not restarted, and nothing here breaks for good: experiment.
+# All four answer, or as many as there are; the new one has no variables. The kernel was not restarted, and nothing here breaks for good: experiment.
 #
 # ## Run it on ranks
 #
@@ -247,7 +271,8 @@ assert abs(losses[0] - math.log(256)) < 0.1 and losses[-1] < losses[0] - 1
 # It starts where it must and falls. Now the same batch on all ranks. Commit yourself:
 
 # %% name="question-2" tags=["exact", "folded"]
-question = f"{WORLD_SIZE} ranks share each batch on this machine. Samples per second, against one process with one thread?"
+# Question 00.2: run me
+question = f"{WORLD_SIZE} ranks share each batch. How many samples per second, compared with one process?"
 dtlab.predict("00.2", question, choices={
     "faster": "That takes free cores for the ranks, and calls that are quick beside the arithmetic between them.",
     "about equal": "That takes calls that cost as much as the further cores gain. The arithmetic is the same in sum.",
@@ -351,12 +376,18 @@ assert speed < 2 * WORLD_SIZE
 # - *replayed*: time on named hardware, computed from what was recorded;
 # - *waited*: the real clock of this machine, as in the cell above.
 #
-# No lesson sells a waited number as the gain. Exact here is how many calls a step makes, one for each parameter tensor.
-# With it the course's ledger begins, which gets a row a lesson:
+# No lesson sells a waited number as the gain. Exact here is what a step sends: `record` runs a function and notes every
+# call. An all-reduce of $S$ bytes makes each rank send $2(n-1)/n \cdot S$ (lesson 01 builds it), and all gradients of the
+# float32 model are $4$ bytes a parameter. With it the course's ledger begins, which gets a row a lesson:
 
-# %% name="ledger" tags=["exact"]
-calls = len(list(GPT(config).parameters()))
-dtlab.ledger("00", collectives_per_step=f"{calls} all_reduce")
+# %% name="ledger" tags=["timing"]
+recording = ranks.record(train_on_ranks, 1)
+calls = recording.communication().query("rank == 0")
+formula = 2 * (WORLD_SIZE - 1) / WORLD_SIZE * 4 * len(parameters)
+sent = calls.wire_bytes.sum()
+print(f"{calls.calls.sum()} calls, {sent:,.0f} bytes; by formula {formula:,.0f}")
+assert sent == formula
+dtlab.ledger("00", recording=recording, formula=int(formula))
 
 # %% [markdown]
 # ## In real systems
@@ -385,9 +416,10 @@ dtlab.ledger("00", collectives_per_step=f"{calls} all_reduce")
 #
 # </details>
 #
-# The folded cell computes all three: run it when you have your own. It also ends the ranks, as closing the kernel does.
+# The folded cell computes all three: run it when you have your own (add cells with `b`).
 
 # %% name="answers" tags=["exact", "folded"]
+# Answers: run me
 def three_times():
     t = torch.tensor([rank + 1.0])
     for _ in range(3):
@@ -403,8 +435,7 @@ print("2.", [result / WORLD_SIZE for result in ranks.run(sum_of, 1)])
 try:
     ranks.run(one_too_many)
 except dtlab.HangError as error:
-    print("3.", "\n".join(str(error).splitlines()[:2]))
-ranks.shutdown()
+    print("3.", error)
 
 # %% [markdown]
 # ## Summary
