@@ -71,8 +71,9 @@ def family(pids):
 def ports(processes):
     found = set()
     for process in processes:
+        name = "net_connections" if hasattr(process, "net_connections") else "connections"  # psutil 5
         try:
-            found |= {c.laddr.port for c in process.net_connections("tcp") if c.status == "LISTEN"}
+            found |= {c.laddr.port for c in getattr(process, name)("tcp") if c.status == "LISTEN"}
         except psutil.Error:
             pass
     return found
