@@ -5,21 +5,29 @@ import socket
 import stat
 import threading
 
+import torch
 import torch.distributed as dist
 
 _LEAVE_S = 0.5  # longest wait for the destructors of groups
 _LOOPBACK = ("127.0.0.1", "::1", "::ffff:127.0.0.1")
 
 
+_left = []  # groups that were left last
+
+
 def leave_groups():
     """Destroy all process groups.
 
     Subtle: the destructor waits for gloo's threads, and a call whose sockets were shut while it began waits for ever in
-    one. So the last references are dropped in a thread that may be left behind.
+    one. So the last references are dropped in a thread that may be left behind; before torch 2.8 they are kept until
+    the next time, because there it waits with the interpreter's lock held.
     """
     groups = list(dist.distributed_c10d._world.pg_map)
     with contextlib.suppress(Exception):
         dist.destroy_process_group()
+    if torch.__version__ < (2, 8):
+        _left[:] = groups
+        return
     thread = threading.Thread(target=groups.clear, daemon=True, name="dtlab-leave")
     thread.start()
     thread.join(_LEAVE_S)

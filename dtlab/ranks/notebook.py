@@ -1,5 +1,6 @@
 """IPython side: the ``%%ranks`` magic, names of cells in messages, and a hint when a name lives on the other side."""
 import linecache
+import os
 import re
 import sys
 import threading
@@ -15,7 +16,8 @@ def setup(shell):
     if "ranks" not in shell.magics_manager.magics["cell"]:
         shell.register_magic_function(_ranks_magic, magic_kind="cell", magic_name="ranks")
         shell.set_custom_exc((NameError,), _show_name_error)
-    if getattr(shell, "kernel", None) is not None and threading.current_thread() is threading.main_thread():
+    kernel = getattr(shell, "kernel", None) is not None and os.name != "nt"  # on Windows launch says what to do
+    if kernel and threading.current_thread() is threading.main_thread():
         from dtlab.ranks.nursery import nursery
 
         nursery()
@@ -102,8 +104,7 @@ def _show_name_error(shell, kind, error, traceback, tb_offset=None):
         hint = f"{name} is a name of the ranks: begin the cell with %%ranks"
     elif pool is not None and any(name in names for names in pool.names.values()):
         hint = f"{name} lives on the ranks: ranks.pull({name!r})"
-    if hint and hasattr(error, "add_note"):
-        error.add_note(hint)
-    elif hint:  # Python 3.10
-        error.args = (f"{error.args[0]}. {hint}",)
+    if hint:  # add_note would do, from Python 3.11
+        shown = shell.InteractiveTB.structured_traceback(kind, error, traceback, tb_offset)
+        error._render_traceback_ = lambda: [*shown, hint]
     shell.showtraceback((kind, error, traceback), tb_offset=tb_offset)

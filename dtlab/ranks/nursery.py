@@ -8,7 +8,7 @@ import sys
 import threading
 import time
 
-from dtlab.errors import ConfigError, RankError
+from dtlab.errors import RankError
 from dtlab.ranks.wire import Channel, channel_pair
 
 READY_WITHIN_S = 120  # imports on a slow, loaded machine
@@ -153,8 +153,6 @@ def nursery():
         _current.close()
         _current = None
     if _current is None:
-        if os.name == "nt":
-            raise ConfigError("ranks need Linux or macOS: on Windows use WSL2 (wsl --install), see `dtlab doctor`")
         _current = Nursery()
     return _current
 

@@ -46,6 +46,8 @@ def launch(world_size, *, device="auto", guard=True, timeout=DEFAULT_TIMEOUT_S, 
         raise ConfigError("launch was called on a rank; launch ranks from the notebook")
     if "TORCHELASTIC_RUN_ID" in os.environ:
         raise ConfigError("torchrun has started these processes: they are the ranks, use torch.distributed directly")
+    if os.name == "nt":
+        raise ConfigError("ranks need Linux or macOS: on Windows use WSL2 (wsl --install), see `dtlab doctor`")
     check_size(world_size, _current.size if current_ranks() else 0)
     check_timeout(timeout)
     if device not in ("auto", "cpu", "cuda"):
