@@ -3,7 +3,12 @@
 PYTHON ?= python3
 DTLAB = $(PYTHON) -m dtlab
 
-.PHONY: lab tour test doctor test-all notebooks bench ui lint clean
+.PHONY: help lab tour test doctor test-all notebooks bench peers ui lint clean
+
+help:
+	@echo "make lab: JupyterLab on your copies of the lessons   make tour: the course in miniature"
+	@echo "make test: the tests, some ten minutes on two cores   make doctor: what this machine can do"
+	@echo "for maintainers: test-all, notebooks, bench, peers, ui, lint, clean"
 
 lab tour test doctor:
 	@$(DTLAB) $@ $(ARGS)
@@ -16,6 +21,9 @@ notebooks:
 
 bench:
 	@$(DTLAB) run --extra bench benchmarks/run.py $(ARGS)
+
+peers:
+	@$(DTLAB) run --extra peers -m pytest -m peers $(ARGS)
 
 ui:
 	@$(DTLAB) test -m ui $(ARGS)

@@ -50,6 +50,8 @@ def _reset(args) -> int:
     for name in args:
         fresh, kept = (path and os.path.relpath(path, bootstrap.ROOT) for path in working_copies.reset(name))
         print(f"fresh copy: {fresh}" + (f", your old one: {kept}" if kept else ""))
+        if kept:
+            print("if it is open in JupyterLab: reload its tab and restart its kernel")
     return 0
 
 

@@ -13,6 +13,11 @@ from dtlab.examine import system_finding
 
 _QUIET = {"fetchNews": "false", "checkForUpdates": False}  # no news pop-up, no question to any server
 
+QUIET_KERNELS = [  # what would warn in the terminal of a reader who can do nothing about it
+    "--ServerApp.websocket_ping_interval=90000",  # not shorter than its time-out
+    "--KernelManager.transport_encryption=auto",  # between the server and its kernels
+]
+
 
 def main(argv) -> int:
     """Make the working copies, then become JupyterLab; it prints its address and opens a browser where there is one."""
@@ -62,6 +67,7 @@ def command(target, options) -> "list[str]":
         f"--port={options.port}",
         "--log-level=WARN",
         "--ServerApp.answer_yes=True",
+        *QUIET_KERNELS,
         f"--LabApp.default_url=/lab/tree/{quote(target)}",
     ]
     if options.no_browser or not has_display():

@@ -109,7 +109,7 @@ def server(course, tmp_path_factory):
     env["PYTHONPATH"] = os.pathsep.join(filter(None, [str(COURSE), env.get("PYTHONPATH")]))
     command = [sys.executable, "-m", "jupyterlab", "--no-browser", "--expose-app-in-browser", "--log-level=ERROR",
                f"--ServerApp.root_dir={course}", f"--ServerApp.port={port}", "--ServerApp.port_retries=0",
-               f"--IdentityProvider.token={token}", "--ServerApp.answer_yes=True"]
+               f"--IdentityProvider.token={token}", "--ServerApp.answer_yes=True", *lab_command.QUIET_KERNELS]
     if hasattr(os, "geteuid") and os.geteuid() == 0:
         command.append("--allow-root")
     log = (tmp_path_factory.mktemp("log") / "server.txt").open("w")
