@@ -69,7 +69,12 @@ def execute(notebook, folder, timeout=120):
     env = {**os.environ, "DTLAB_HEADLESS": "1", "PYTHONPATH": os.pathsep.join(paths)}
     client = NotebookClient(notebook, timeout=timeout, kernel_name="python3", record_timing=False,
                             store_widget_state=False, resources={"metadata": {"path": str(folder)}})
-    client.execute(env=env)
+    try:
+        client.execute(env=env)
+    except RuntimeError as error:  # another program may have taken the port that was chosen for the kernel
+        if "Kernel didn't respond" not in str(error):
+            raise
+        client.execute(env=env)
     notebook.metadata = nbformat.from_dict(METADATA)  # nbclient adds this machine's Python version
     for cell in _code(notebook):
         _require_ran(cell)
