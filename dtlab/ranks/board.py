@@ -24,6 +24,7 @@ _RECORD_BYTES = 64  # the record and, in the last four bytes, its checksum
 NUM_RECORDS = 1 << 14
 HEAP_BYTES = 1 << 22
 POISON_BYTES = 1 << 16
+_SHOWN_CHARS = 2000  # of a text that is only shown; the others are kept whole or not at all
 RECENT = 1 << 10  # calls of a channel that can still be looked up by their number
 _VERDICT_AT, _VERDICT_BYTES = 64, 4000  # text of a verdict, in the part of the rank that gave it
 _PART_BYTES = 4096 + NUM_RECORDS * _RECORD_BYTES + HEAP_BYTES
@@ -147,8 +148,8 @@ class Board:
         """Append a call to this rank's log; its index."""
         base = self._base(self.rank)
         (index,) = struct.unpack_from("<Q", self.memory, base)
-        texts = [self._text(t) for t in (op, where, what, ",".join(map(str, members)), facts, label)]
-        record = _RECORD.pack(index, channel, seq, peer, tag, kind, *texts)
+        texts = [t[:_SHOWN_CHARS] for t in (op, where, what)] + [",".join(map(str, members)), facts, label]
+        record = _RECORD.pack(index, channel, seq, peer, tag, kind, *map(self._text, texts))
         place = base + 4096 + (index % NUM_RECORDS) * _RECORD_BYTES
         self.memory[place : place + len(record)] = record
         struct.pack_into("<I", self.memory, place + _RECORD_BYTES - 4, zlib.crc32(record))
@@ -158,7 +159,7 @@ class Board:
     def _text(self, text):
         place = self._texts.get(text)
         if place is None:
-            data = text.encode()[:2000]
+            data = text.encode(errors="replace")
             place = self._heap_used
             if place + 4 + len(data) > HEAP_BYTES:
                 return 0  # the heap is full: the call is still counted, its text is lost

@@ -3,6 +3,7 @@ import functools
 import json
 import math
 import sys
+import zlib
 
 import torch
 
@@ -10,6 +11,7 @@ REDUCE_OPS = ("SUM", "AVG", "PRODUCT", "MIN", "MAX", "BAND", "BOR", "BXOR", "PRE
 FAMILY = {"all_gather_into_tensor": "all_gather", "all_to_all_single": "all_to_all"}  # gloo runs them alike
 _ORDERED = ("allreduce_", "broadcast_", "reduce_", "scatter_", "reduce_scatter_")  # gloo moves bytes in memory order
 _OUTPUT_LISTS = ("allgather_", "gather_", "alltoall_")
+_NUM_SHAPES = 32  # that the facts of a call hold; of more tensors a checksum of their sizes is compared
 _GAPS = (0,)  # the layout of a tensor that does not fill its part of memory
 
 
@@ -45,15 +47,18 @@ class Operands:
         """What the peers' calls are compared with, as JSON."""
         compared = written if self.name == "scatter_" or not read else read
         ins, outs = self.sizes(args, read, written, n)
+        shapes = () if ins else tuple([t.shape for t in compared])
         return _facts(
             self.public,
             None if self.reduce is None else reduce_name(args[self.reduce]),
             root,
             compared[0].dtype if compared else "",
-            () if ins else tuple([t.shape for t in compared]),
+            shapes[:_NUM_SHAPES],
             tuple([layout(t) for t in compared]) if self.name in _ORDERED else (),
             ins,
             outs,
+            num=len(shapes),
+            sizes=_checksum(shapes) if len(shapes) > _NUM_SHAPES else 0,
         )
 
     def sizes(self, args, read, written, n):
@@ -153,6 +158,12 @@ def overlapping(tensors):
     return next(((a[2], b[2]) for a, b in zip(runs, runs[1:]) if b[0] < a[1]), None)
 
 
+@functools.lru_cache(1024)
+def _checksum(shapes):
+    """Of the number of elements of each tensor."""
+    return zlib.crc32(str([math.prod(shape) for shape in shapes]).encode())
+
+
 @functools.lru_cache(4096)
 def _facts(public, reduce, root, dtype, shapes, layouts, ins, outs, **more):
     facts = {"op": public, "reduce": reduce, "root": root, "dtype": str(dtype).removeprefix("torch.")}
@@ -171,7 +182,7 @@ def call_text(facts):
         return f"new_group(ranks={f['ranks']})"
     shapes = f["shapes"]
     what = f"{'x'.join(map(str, shapes[0])) or 'scalar' if shapes else ''} {f['dtype']}".strip()
-    parts = [what + (f" and {len(shapes) - 1} more" if len(shapes) > 1 else ""), f["reduce"]]
+    parts = [what + (f" and {f['num'] - 1} more" if len(shapes) > 1 else ""), f["reduce"]]
     parts += [f"root {f['root']}"] if f["root"] is not None else []
     parts += [f"sends {f['in']}, expects {f['out']} elements"] if f["in"] else []
     return f"{f['op']}({', '.join(filter(None, parts))})"
@@ -194,7 +205,8 @@ def difference(mine, theirs, i, j):
     for what, words in (("reduce", "reduce operations"), ("root", "roots"), ("dtype", "dtypes")):
         if a[what] != b[what] and None not in (a[what], b[what]):
             return f"the {words} differ"
-    if len(a["shapes"]) != len(b["shapes"]) or not all(map(_same_shape, a["shapes"], b["shapes"])):
+    counts = [(f.get("num"), f.get("sizes")) for f in (a, b)]  # a barrier has none
+    if counts[0] != counts[1] or not all(map(_same_shape, a["shapes"], b["shapes"])):
         return "the shapes differ"
     if a["layouts"] != b["layouts"]:
         return "the memory layouts differ (a transposed tensor on one rank): pass t.contiguous()"

@@ -12,6 +12,7 @@ import linecache
 import os
 import sys
 import sysconfig
+import zlib
 from collections import deque
 from dataclasses import dataclass
 
@@ -95,7 +96,7 @@ def here():
         _sites[key] = site, loops, label, [f.f_code for f in frames]
     site, loops, label, _ = _sites[key]
     if _same_calls:
-        return Site(site.where, json.dumps([["", 0, _same_calls[-1], True, [], ""]]), site.direct)
+        return Site(site.where, json.dumps([["", 0, short(_same_calls[-1]), True, [], ""]]), site.direct)
     return _with_loop_values(site, loops, label, frames) if loops else site
 
 
@@ -104,10 +105,20 @@ def _with_loop_values(site, loops, label, frames):
     label = [list(level) for level in label]
     for i, names in loops:
         variables = frames[i].f_locals
-        texts = [variables[n] for n in names if isinstance(variables.get(n), str)]
+        texts = [short(variables[n]) for n in names if isinstance(variables.get(n), str)]
         if texts:
             label[i][2] += f" [{', '.join(texts)}]"
     return Site(site.where, json.dumps(label), site.direct)
+
+
+def short(text):
+    """A text of at most 60 characters, different for different texts.
+
+    Example:
+        >>> short("weight"), short("w" * 100)
+        ('weight', 'wwwwwwwwwwwwwwwwwwwwwwwwwwwwwwwwwwwwwwwwwwwwwwwwww..90282d0f')
+    """
+    return text if len(text) <= 60 else f"{text[:50]}..{zlib.crc32(text.encode(errors='replace')):08x}"
 
 
 def describe(frame):

@@ -3,6 +3,7 @@
 import contextlib
 import functools
 import inspect
+import warnings
 
 import pytest
 import torch
@@ -10,6 +11,8 @@ import torch.distributed as dist
 from torch import nn
 
 import dtlab
+from dtlab.errors import GuardError
+from dtlab.ranks import board, calls
 
 pytestmark = pytest.mark.ranks
 STEPS = 3
@@ -629,6 +632,27 @@ def barriers_and_coalesced():
         dist.all_reduce_coalesced([torch.ones(2), torch.ones(3, 3)])
 
 
+def many_small_tensors():
+    import torch.distributed._functional_collectives as functional
+
+    tensors = [torch.ones(2, 3) for _ in range(400)]
+    results = functional.all_reduce_coalesced(tensors, "sum", dist.group.WORLD)
+    assert sum(t.sum().item() for t in results) == 2400 * dist.get_world_size()
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")  # torch calls it deprecated
+        dist.all_reduce_coalesced(tensors)
+    assert all(t.sum() == 6 * dist.get_world_size() for t in tensors)
+
+
+def long_names():
+    metrics = {letter * 2500 + letter: torch.ones(1) for letter in "ab"}
+    for name in metrics:
+        dist.all_reduce(metrics[name])
+    mine = {f"{dist.get_rank()}" * 2500: torch.ones(1)}
+    for name in mine:
+        dist.all_reduce(mine[name])
+
+
 def a_gpt_step():
     from dtlab.models import GPT, GPTConfig
 
@@ -663,3 +687,22 @@ def test_a_correct_program_raises_no_alarm(ranks, name, capsys):
     for _ in range(2):
         ranks.run(PROGRAMS[name])
     assert "not awaited" not in capsys.readouterr().out
+
+
+def with_full_texts():
+    """Rank 0 has no room for the names of what it calls; the others have."""
+    first = dist.get_rank() == 0
+    if first:
+        calls.current.board._heap_used = board.HEAP_BYTES
+    metrics = {f"{i}{'first' if first else ''}": torch.ones(1) for i in range(3)}
+    for name in metrics:
+        dist.all_reduce(metrics[name])
+    dist.all_reduce(torch.ones(3, 5), async_op=True).wait()
+
+
+def test_a_rank_whose_texts_are_full_goes_on():
+    with dtlab.launch(2, timeout=60) as live:
+        live.run(with_full_texts)
+        with pytest.raises(GuardError, match="the shapes differ"):
+            live.run(lambda: dist.all_reduce(torch.ones(5 + dist.get_rank())))
+        live.run(with_full_texts)
