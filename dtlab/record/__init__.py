@@ -11,8 +11,9 @@ collectives, DDP's reducer, FSDP2, DTensor and torch's pipelines, each once. Wha
   what is done to an array: no operator. Code compiled by ``torch.compile`` runs uncompiled while it is recorded.
 - Events stay in memory until the function returns (a step of the lessons' GPT makes 1,500): record a few steps.
 - On a GPU a compute event lasts as long as the launch of its kernels, not their run.
-- FLOPs are those of products, convolutions and attention; fused RNN and sparse operators count 0. ``cpu_s`` is the
-  time of the thread that called; other threads of an operator are not in it.
+- FLOPs are those of products, convolutions and attention; fused RNN and sparse operators and ``nn.Bilinear`` count 0.
+  torch's fused inference path of ``nn.TransformerEncoderLayer`` and ``nn.MultiheadAttention`` is off meanwhile.
+  ``cpu_s`` is the time of the thread that called; other threads of an operator are not in it.
 - Scratch memory inside an operator; the allocator's own reserve; memory of sparse tensors. Memory that was there
   before the recording counts when the function first uses it or holds it (arguments, closure, globals).
 - A category holds for the life of a storage: a received activation that autograd never saves is ``other``. What a

@@ -44,6 +44,8 @@ class _Operator:
         self.reads_what_it_returns = name in _SPARSE_READS
         self.has_bytes = name not in _NO_BYTES
         is_view = (func.is_view or name == "_unsafe_view") and not self.written
+        self.hides_others = (func.namespace == "aten" and not func.is_view
+                             and func.has_kernel_for_dispatch_key(torch._C.DispatchKey.CompositeImplicitAutograd))
         self.kind = _call if func.namespace in _CALLS else _view if is_view else _compute
 
 
@@ -76,7 +78,10 @@ class Recorder(TorchDispatchMode):
 
     def __enter__(self):
         global current
+        mha = torch.backends.mha
         self._saved = torch.autograd.graph.saved_tensors_hooks(self._pack, self._unpack)
+        self._had_fastpath = mha.get_fastpath_enabled()
+        mha.set_fastpath_enabled(False)  # one operator for a whole layer would hide its products
         self._began = time.perf_counter()
         self.memory.look_around(self.roots)
         self.roots = ()
@@ -92,6 +97,7 @@ class Recorder(TorchDispatchMode):
         calls.observer = current = None
         self._saved.__exit__(*error)
         self.memory.stop()
+        torch.backends.mha.set_fastpath_enabled(self._had_fastpath)
 
     def finish(self):
         """The events as tuples, in the order of ``Event``'s fields."""
@@ -175,6 +181,10 @@ class Recorder(TorchDispatchMode):
         operator = self._operators.get(func)
         if operator is None:
             operator = self._operators[func] = _Operator(func)
+        if operator.hides_others and not self._quiet and torch.is_inference_mode_enabled():
+            out = self._decomposed(func, args, kwargs or {})
+            if out is not NotImplemented:
+                return out
         if operator.kind is _compute and not self._quiet:
             return self._compute(func, operator, args, kwargs or {})
         if self.fake_mode is not None and func is _wait_tensor:
@@ -190,6 +200,14 @@ class Recorder(TorchDispatchMode):
                 if self.fake_mode is not None and func.namespace == "_c10d_functional":
                     self.calls.functional(func, args, out)
         return out
+
+    def _decomposed(self, func, args, kwargs):
+        """Run an operator that is made of others so that those are seen: in inference mode autograd does not do it."""
+        TorchDispatchMode.__enter__(self)
+        try:
+            return func.decompose(*args, **kwargs)
+        finally:
+            TorchDispatchMode.__exit__(self, None, None, None)
 
     def _stand_for_others(self, types):
         for kind in types:

@@ -46,6 +46,26 @@ def test_flops_of_a_gpt_step_are_the_formula(flash):
     assert set(table.index) == {"forward", "backward"}
 
 
+@pytest.mark.parametrize("flash", [True, False])
+def test_inference_mode_counts_the_flops_of_no_grad(flash):
+    model, tokens = GPT(GPTConfig(**{**vars(CONFIG), "flash_attention": flash})), torch.zeros(2, 16, dtype=torch.long)
+    for off in (torch.no_grad, torch.inference_mode):
+        table = record_here(off()(model), tokens).flops()
+        assert table.flops.sum() == product_flops(CONFIG, 2) + attention_flops(CONFIG, 2)
+
+
+@pytest.mark.parametrize("make, inputs", [
+    (lambda: nn.TransformerEncoderLayer(16, 2, 32, dropout=0.0, batch_first=True), 1),
+    (lambda: nn.MultiheadAttention(16, 2, batch_first=True), 3),
+])  # fmt: skip
+def test_layers_in_eval_count_the_flops_of_training(make, inputs):
+    layer, x = make(), torch.ones(2, 4, 16)
+    trained = record_here(layer, *[x] * inputs).flops().flops.sum()
+    with torch.no_grad():
+        evaluated = record_here(layer.eval(), *[x] * inputs).flops().flops.sum()
+    assert evaluated == trained > 0 and torch.backends.mha.get_fastpath_enabled()
+
+
 @pytest.mark.parametrize("reentrant, again", [(True, 2), (False, 1)])
 def test_a_checkpoint_computes_again(reentrant, again):
     """The older kind computes all again; the newer stops before the last product, whose result nobody needs."""
