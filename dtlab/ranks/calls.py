@@ -278,12 +278,15 @@ def _note_results(publisher, tensors, index):
 def _wait_kernel(op, after):
     def kernel(keyset, tensor):
         started = time.perf_counter()
-        if current is not None:
-            current._last = None
-            index = current._by_tensor.pop(tensor.untyped_storage()._cdata, None)
+        index, publisher = None, current
+        if publisher is not None:
+            publisher._last = None
+            index = publisher._by_tensor.pop(tensor.untyped_storage()._cdata, None)
             if index is not None:
-                current.gate(index)
+                publisher.gate(index)
         out = op.redispatch(keyset & after, tensor)
+        if index is not None:
+            publisher.guard.buffers.close(index)
         if observer is not None:
             observer.waited_for(tensor, started)
         return out

@@ -21,7 +21,7 @@ import torch
 USERS, PLUMBING, TORCH, LIBRARY = range(4)  # whose file a frame stands in
 _PLUMBING = ("/dtlab/ranks/", "/dtlab/record/", "<frozen ", "<string>", "/typing_extensions.py")
 _C10D = ("/torch/distributed/distributed_c10d.py", "/torch/distributed/c10d_logger.py", "/torch/_ops.py")
-_C10D += ("/torch/utils/_contextlib.py", "/torch/distributed/_functional_collectives.py", "/torch/autograd/function.py")
+_C10D += ("/torch/utils/_contextlib.py", "/torch/autograd/function.py")
 FILE, LINE, TEXT, IS_NAME, BRANCHES, FUNCTION = range(6)  # parts of a frame in a label
 NUM_FRAMES = 3
 _STANDARD_LIBRARY = sysconfig.get_path("stdlib")

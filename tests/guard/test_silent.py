@@ -622,6 +622,17 @@ def functional_collectives():
     y = functional.all_gather_tensor(x * 2, 0, world)
     functional.reduce_scatter_tensor(y, "sum", 0, world).sum()
     functional.all_reduce(torch.ones(4, 4)[:, 1], "max", world).sum()
+    n = dist.get_world_size()
+    assert functional.broadcast(torch.full((2,), float(dist.get_rank())), 0, world).sum() == 0
+    functional.wait_tensor(functional.broadcast(torch.ones(2), 0, world)).sum()
+    assert functional.all_to_all_single(torch.ones(2 * n), None, None, world).sum() == 2 * n
+    pair = [torch.ones(2 * n), torch.ones(3 * n)]
+    for results in (
+        functional.all_reduce_coalesced(pair, "sum", world),
+        functional.all_gather_into_tensor_coalesced(pair, world),
+        functional.reduce_scatter_tensor_coalesced(pair, "sum", [0, 0], world),
+    ):
+        assert [t.sum().item() > 0 for t in results] == [True, True]
 
 
 def barriers_and_coalesced():
