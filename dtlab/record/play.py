@@ -68,14 +68,14 @@ def play(run, roots, rank, world_size):
     args, kwargs = tree_map(lambda value: _fake(value, fake_mode), (args, kwargs))
     with fake_mode, contextlib.redirect_stdout(said), contextlib.redirect_stderr(said):
         try:
-            _, events, groups = recorder.record(lambda: run(args, kwargs), (function, args, kwargs), fake_mode)
+            _, *answer = recorder.record(lambda: run(args, kwargs), (function, args, kwargs), fake_mode)
         except _READS_VALUES as error:
             raise _explained(_NO_VALUES, error, function, str(error)) from error
         except (RuntimeError, NotImplementedError, TypeError) as error:
             if not any(sign in str(error) for sign in _SIGNS):
                 raise
             raise _explained(_NOT_FAKE, error, function, f"{type(error).__name__}: {error}".splitlines()[0]) from error
-    return said.getvalue(), None, events, groups
+    return said.getvalue(), None, *answer
 
 
 def _fake(value, fake_mode):

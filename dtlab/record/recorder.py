@@ -275,10 +275,14 @@ class Recorder(TorchDispatchMode):
 
 
 def record(run, roots, fake_mode=None):
-    """Call ``run()`` under a Recorder: ``(its value, the events as tuples, group id -> global ranks)``."""
+    """Call ``run()`` under a Recorder: ``(its value, the events as tuples, group id -> global ranks, when it began)``.
+
+    ``when it began`` is perf_counter's, which on Linux is one clock for all processes of a machine.
+    """
     with pipelines.name_chunks(phase), Recorder(roots, fake_mode) as recorder:
         value = run()
-    return value, recorder.finish(), {group.id: group.ranks for group in recorder.calls.groups.values()}
+    groups = {group.id: group.ranks for group in recorder.calls.groups.values()}
+    return value, recorder.finish(), groups, recorder._began
 
 
 def _tensors(value):

@@ -1,6 +1,6 @@
 """What a rank did, as a list of events, and the recording that holds one list per rank. Pure: no torch.
 
-**Kinds of events.** All times are seconds since the recording began on that rank; a list is in the order in which
+**Kinds of events.** All times are seconds since the first rank's recording began; a list is in the order in which
 things happened (an event that lasts stands where it ended).
 
 | kind | what happened | fields it uses beside op, start_s, end_s, where, phase |
@@ -39,7 +39,7 @@ class Event:
     Attributes:
         kind: one of ``KINDS``; the module's docstring says what each means.
         op: ``"aten.mm"``; for communication the name in torch.distributed, ``"all_reduce"``.
-        start_s, end_s: seconds since the recording began on this rank.
+        start_s, end_s: seconds since the first rank's recording began.
         cpu_s: thread-CPU time of a compute event (seconds).
         flops: floating-point operations (a multiply and an add are 2).
         bytes: compute: read + written; issue: the full buffer (nccl-tests' S); alloc, free: the storage's size.

@@ -315,3 +315,19 @@ def test_a_cell_is_recorded(four):
     recording = four.run_cell("y = model(torch.ones(2, 4))\ny.sum().backward()", "cell [2]", record=True)
     assert recording.memory().loc[3].params == 80
     assert {e.where for e in recording.events[0] if e.op == "aten.addmm"} == {"cell [2], line 1"}
+
+
+def test_the_ranks_share_one_clock(four):
+    """A rank with many tensors begins later; a barrier still ends for all at once."""
+
+    def hold(count):
+        torch.held = [torch.ones(1) for _ in range(count if rank == 0 else 0)]
+
+    def program():
+        dist.barrier()
+
+    four.run(hold, 50_000)
+    recording = four.record(program)
+    four.run(hold, 0)
+    ends = [e.end_s for events in recording.events.values() for e in events if e.kind == "wait"]
+    assert len(ends) == 4 and max(ends) - min(ends) < 0.05
