@@ -10,6 +10,7 @@ import torch
 REDUCE_OPS = ("SUM", "AVG", "PRODUCT", "MIN", "MAX", "BAND", "BOR", "BXOR", "PREMUL_SUM")
 FAMILY = {"all_gather_into_tensor": "all_gather", "all_to_all_single": "all_to_all"}  # gloo runs them alike
 _ORDERED = ("allreduce_", "broadcast_", "reduce_", "scatter_", "reduce_scatter_")  # gloo moves bytes in memory order
+_ALL_TO_ALL = ("alltoall_", "alltoall_base_")
 _OUTPUT_LISTS = ("allgather_", "gather_", "alltoall_")
 _NUM_SHAPES = 32  # that the facts of a call hold; of more tensors a checksum of their sizes is compared
 _GAPS = (0,)  # the layout of a tensor that does not fill its part of memory
@@ -74,8 +75,10 @@ class Operands:
         if any(t.layout != torch.strided for t in (*read, *written)):
             return ""
         if self.name in _OUTPUT_LISTS and (pair := overlapping(written)):
-            cure = "[torch.zeros(2)] * n is n times one tensor: write [torch.zeros(2) for _ in range(n)]."
+            cure = "Each needs its own: [torch.zeros(2) for _ in range(n)], not [torch.zeros(2)] * n, or slices apart."
             return f"outputs {pair[0]} and {pair[1]} share memory, so one overwrites the other. {cure}"
+        if self.name in _ALL_TO_ALL and n > 1 and share_memory(read, written):
+            return "its input and its output share memory, so it overwrites what is not sent yet: pass another output."
         if (wrong := self._unordered(read, written)) is not None:
             shape, strides = "x".join(map(str, wrong.shape)), tuple(wrong.stride())
             return (
@@ -150,12 +153,20 @@ def layout(tensor):
 
 def overlapping(tensors):
     """Positions of two outputs that use the same bytes; None if there are none."""
-    runs = []
-    for i, t in enumerate(tensors):
-        if t.numel():
-            runs.append((t.data_ptr(), t.data_ptr() + (t.nbytes if t.is_contiguous() else t.itemsize), i))
-    runs.sort()
+    runs = sorted((*_bytes(t), i) for i, t in enumerate(tensors) if t.numel())
     return next(((a[2], b[2]) for a, b in zip(runs, runs[1:]) if b[0] < a[1]), None)
+
+
+def share_memory(read, written):
+    """Whether a tensor that is read uses bytes of one that is written."""
+    spans = [[_bytes(t) for t in tensors if t.numel()] for tensors in (read, written)]
+    return any(a < d and c < b for a, b in spans[0] for c, d in spans[1])
+
+
+def _bytes(tensor):
+    """First address of a tensor and the one behind it; of one with gaps, only its first element."""
+    first = tensor.data_ptr()
+    return first, first + (tensor.nbytes if tensor.is_contiguous() else tensor.itemsize)
 
 
 @functools.lru_cache(1024)

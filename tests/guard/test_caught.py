@@ -259,6 +259,16 @@ def same_output_of_all_to_all():
     dist.all_to_all([torch.zeros(2)] * n, [torch.ones(2)] * n)  # <-
 
 
+def all_to_all_single_in_place():
+    x = torch.ones(2 * dist.get_world_size())
+    dist.all_to_all_single(x, x)  # <-
+
+
+def all_to_all_in_place():
+    chunks = list(torch.ones(2 * dist.get_world_size()).chunk(dist.get_world_size()))
+    dist.all_to_all(chunks, chunks)  # <-
+
+
 def too_small_for_reduce_scatter_tensor():
     dist.reduce_scatter_tensor(torch.zeros(2), torch.ones(2 * dist.get_world_size() - 1))  # <-
 

@@ -420,6 +420,13 @@ def uneven_all_to_all():
     dist.all_to_all_single(torch.zeros(sum(expects)), torch.ones(sum(sends)), expects, sends)
 
 
+def all_to_all_within_one_buffer():
+    n = dist.get_world_size()
+    flat = torch.ones(2 * n)
+    dist.all_to_all_single(flat[n:], flat[:n])
+    dist.all_to_all(list(flat[n:].chunk(n)), list(flat[:n].chunk(n)))
+
+
 def uneven_reduce_scatter():
     n, mine = dist.get_world_size(), dist.get_rank()
     dist.reduce_scatter(torch.zeros(mine + 1), [torch.ones(i + 1) for i in range(n)])
