@@ -24,7 +24,7 @@ from dtlab.errors import ConfigError
 from dtlab.ranks import guard_buffers
 from dtlab.ranks.board import ANY, COLLECTIVE, RECV, RECV_ANY, SEND, call_text, rank_list
 from dtlab.ranks.guard import Guard
-from dtlab.ranks.guard_facts import Operands, facts_without_tensors
+from dtlab.ranks.guard_facts import FAMILY, Operands, facts_without_tensors
 from dtlab.ranks.guard_order import here
 
 _P2P = {"send": SEND, "recv_": RECV, "recv_any_source_": RECV_ANY}
@@ -41,7 +41,6 @@ _NAMES = {  # c10d operator -> the name in torch.distributed
     "allgather_coalesced_": "all_gather_coalesced",
     "allgather_into_tensor_coalesced_": "all_gather_into_tensor_coalesced",
 }
-_FAMILY = {"all_gather_into_tensor": "all_gather", "reduce_scatter_tensor": "reduce_scatter"}
 _TORCH = os.path.dirname(torch.__file__) + os.sep
 _SKIPPED_FILES = (_TORCH, "/dtlab/ranks/", "/dtlab/record/", "<frozen ", "/contextlib.py", "<string>")
 
@@ -91,7 +90,7 @@ class Publisher:
         if self.board.poisoned:
             self._stop(call_text(op, kind, peer, what, where))
         if kind == COLLECTIVE:  # unguarded, another collective on a peer is not the matching call
-            channel = _number(key if self.guard.on else f"{key}|{_FAMILY.get(op, op)}")
+            channel = _number(key if self.guard.on else f"{key}|{FAMILY.get(op, op)}")
         else:
             ends = (self.rank, peer) if kind == SEND else (peer, self.rank)
             channel = _number(f"{key}|{ends[0]}>{ends[1]}|{tag}")

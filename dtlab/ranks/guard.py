@@ -22,6 +22,9 @@ Not caught:
     - Values: a wrong divisor, a missing gradient, different seeds.
     - Calls of a rank that has made very many different ones (4 MiB of names, lines and shapes): its texts are full,
       and its new ones are no longer compared.
+What follows an early ``return`` is not seen as a branch of its if: named calls that cross on purpose in roles written
+so are taken for swapped ones (``dtlab.same_call`` says what is meant).
+
 Calls from threads of the reader's are compared too. torch.compile runs a function eagerly while a handle is open.
 """
 import json

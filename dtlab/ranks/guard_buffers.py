@@ -146,8 +146,8 @@ class _Watch(TorchDispatchMode):
             for tensor in value if isinstance(value, (list, tuple)) else (value,):
                 if isinstance(tensor, torch.Tensor):
                     self.buffers.touch(tensor, writes)
-        self.busy = True  # taken off the stack while it runs
         try:
+            self.busy = True  # taken off the stack while it runs
             return func(*args, **kwargs)
         finally:
             self.busy = False

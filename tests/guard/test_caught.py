@@ -641,6 +641,22 @@ def test_a_guard_that_is_off_compares_nothing(ranks):
     message_of(ranks, swapped_in_branches)
 
 
+def test_calls_that_gloo_runs_alike_meet_without_the_guard_too(ranks):
+    def program():
+        n = dist.get_world_size()
+        inputs, outputs = torch.arange(2.0 * n), torch.zeros(2 * n)
+        if dist.get_rank():
+            dist.all_to_all_single(outputs, inputs)
+            dist.all_gather_into_tensor(outputs, inputs[:2])
+        else:
+            dist.all_to_all(list(outputs.chunk(n)), list(inputs.chunk(n)))
+            dist.all_gather(list(outputs.chunk(n)), inputs[:2])
+        return outputs.tolist()
+
+    for guard in (False, True):
+        assert ranks.run(program, guard=guard) == [[0.0, 1.0] * ranks.size] * ranks.size
+
+
 def test_same_call_says_what_is_meant(ranks):
     def program():
         loss, correct = torch.ones(1), torch.ones(1)
