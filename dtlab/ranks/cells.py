@@ -7,11 +7,14 @@ import tokenize
 import traceback
 import types
 
+import torch.distributed as dist
+
 from dtlab.errors import ConfigError, DtlabError
 from dtlab.ranks import calls, console
+from dtlab.ranks.settings import PREDEFINED
 
-PREDEFINED = ("rank", "world_size", "device", "dist", "torch", "display")
 _ENGINE = ("/dtlab/ranks/", "/dtlab/record/")
+_CURES = {"initialize the default process group twice": "the ranks are in a group already: leave this line out"}
 _LOST = ("Connection closed by peer", "Connection reset by peer", "Broken pipe", "Socket closed", "recv failed")
 
 
@@ -23,11 +26,18 @@ class Namespace:
         sys.modules["__main__"] = self.module
         self.vars = self.module.__dict__
         self.vars["__builtins__"] = __builtins__
-        self.pushed = set()
+        self.pushed, self.predefined = set(), {}
 
     def predefine(self, **values):
         """Set the names that are always there."""
+        self.predefined.update(values)
         self.vars.update(values)
+
+    def put_back(self):
+        """Give the predefined names their values again; those that a cell has changed."""
+        changed = [n for n, value in self.predefined.items() if self.vars.get(n) is not value]
+        self.vars.update(self.predefined)
+        return changed
 
     def push(self, values):
         """Set variables; they win over the notebook's own in functions run here."""
@@ -120,6 +130,7 @@ def describe_error(error):
     message = error.msg if isinstance(error, SyntaxError) else _text_of(error)
     if isinstance(error, SyntaxError) and own and own[0].line and own[0].line.lstrip()[:1] in "%!":
         message = "magics (%...) and shell lines (!...) work in the notebook, not on ranks"
+    message += next((f" ({cure})" for text, cure in _CURES.items() if text in message), "")
     return {
         "type": type(error).__name__,
         "message": message if len(message) < 5000 else message[:5000] + " ...",
@@ -127,6 +138,7 @@ def describe_error(error):
         "traceback": _text_of_traceback(error),
         "place": "{}, line {}".format(*_place(own[-1])) if own and _is_users(own[-1].filename) else "",
         "call": _call_of(error),
+        "group_ended": "gloo" in message or not dist.is_initialized(),
         "lost_peer": isinstance(error, RuntimeError) and any(text in message for text in _LOST),
         "name": getattr(error, "name", None) if isinstance(error, NameError) else None,
     }

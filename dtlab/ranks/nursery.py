@@ -47,6 +47,7 @@ class Nursery:
         self.channel = Channel(mine)
         self.facts = None  # what it found when it was ready
         self._starts = 0  # calls of start; an interrupted one may still be answered
+        self.killed = set()  # pids of ranks that were to end
         self.exits = {}  # pid -> exit status of ranks that have ended
 
     @property
@@ -119,6 +120,7 @@ class Nursery:
 
     def kill(self, pids):
         """Kill ranks and what they started."""
+        self.killed.update(pids)
         self.channel.send("kill", list(pids))
 
     @staticmethod

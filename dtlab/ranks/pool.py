@@ -11,7 +11,7 @@ from dtlab.ranks import interrupts, notebook, parcels, report, wire
 from dtlab.ranks.board import Board, rank_list
 from dtlab.ranks.nursery import READY_WITHIN_S, nursery
 from dtlab.ranks.run import KILL_AFTER_S, KILL_COPY_AFTER_S, CellRun
-from dtlab.ranks.settings import check_size, check_timeout, num_threads, rank_environ
+from dtlab.ranks.settings import PREDEFINED, check_size, check_timeout, num_threads, rank_environ
 from dtlab.record.results import join
 
 DEFAULT_TIMEOUT_S = 20
@@ -282,6 +282,8 @@ class Ranks:
         """Set variables on every rank; each rank gets its own copy."""
         if nameless or not values:
             raise ConfigError("push takes names and values: ranks.push(x=5)")
+        if own := [name for name in values if name in PREDEFINED]:
+            raise ConfigError(f"{', '.join(own)}: the ranks' own names; choose another, for example my_{own[0]}")
         parcel = parcels.pack(values)
         with self._exclusively(parcel) as held:
             self._talk("push", range(self.size), (parcel,), None, parcel, held)
@@ -322,7 +324,9 @@ class Ranks:
             raise ConfigError("the ranks' processes have ended: run the launch cell again")
         dead = self.gone()
         if dead:
-            how = report.died_text(self._nursery.exits.get(self.pids[dead[0]]))
+            pid = self.pids[dead[0]]
+            ours = pid in self._nursery.killed
+            how = "ended by dtlab" if ours else report.died_text(self._nursery.exits.get(pid))
             kept = report.kept_text(self.size, self.repair(dead, regroup=True), True, self.lost_groups)
             if not self.alive:
                 raise ConfigError("all ranks have ended: run the launch cell again")

@@ -56,6 +56,7 @@ def unreadable(error):
         "place": "",
         "traceback": "",
         "call": "",
+        "group_ended": False,
         "lost_peer": False,
         "name": None,
     }

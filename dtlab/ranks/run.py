@@ -249,7 +249,8 @@ class CellRun:
         if not (self.failures or self.dead or self.stopped or self.interrupted or self.hang):
             return ""
         is_hanging = self.verdict is not None and self.verdict[1]
-        regroup = "sockets" in self._steps or is_hanging or not is_settled(self.pool.board)
+        ended = any(not isinstance(f, str) and f["group_ended"] for f in self.failures.values())
+        regroup = "sockets" in self._steps or is_hanging or ended or not is_settled(self.pool.board)
         dead = self.pool.repair(sorted({*self.dead, *self.pool.gone()}), regroup)
         if not self.pool.alive:
             return "All ranks have ended: run the launch cell again."

@@ -5,6 +5,8 @@ import sys
 from dtlab import machine
 from dtlab.errors import ConfigError
 
+PREDEFINED = ("rank", "world_size", "device", "dist", "torch", "display", "dtlab")  # names that every rank has
+
 
 def check_size(world_size, ending=0):
     """Refuse a number of ranks that is none, or more than memory holds once ``ending`` ranks have ended."""

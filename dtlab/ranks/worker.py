@@ -17,6 +17,7 @@ import time
 import torch
 import torch.distributed as dist
 
+import dtlab
 from dtlab.errors import ConfigError
 from dtlab.ranks import calls, cells, console, parcels
 from dtlab.ranks.board import Board
@@ -24,6 +25,7 @@ from dtlab.ranks.leaving import leave_groups, shut_sockets
 from dtlab.ranks.store import MemoryStore
 from dtlab.ranks.wire import Channel
 from dtlab.ranks.zygote import die_with_parent
+from dtlab.record.names import global_names
 
 _STOP_SIGNAL = signal.SIGUSR2
 _ENGINE_FILES = tuple(f"/dtlab/ranks/{name}.py" for name in ("wire", "board", "calls", "console", "worker", "parcels"))
@@ -61,7 +63,8 @@ class Worker:
         self.device = self._device()
         self.join_group()
         self.namespace.predefine(
-            rank=self.rank, world_size=self.world_size, device=self.device, dist=dist, torch=torch, display=self.display
+            rank=self.rank, world_size=self.world_size, device=self.device,
+            dist=dist, torch=torch, dtlab=dtlab, display=self.display,
         )
         threading.Thread(target=self._control, daemon=True, name="dtlab-control").start()
         self.reply("ready", os.getpid())
@@ -132,7 +135,7 @@ class Worker:
             if "dry" in context:
                 return self._play(context["dry"], function, args, kwargs, all_globals)
             run = lambda: cells.run_function(function, args, kwargs, all_globals, self.namespace)  # noqa: E731
-            names = getattr(getattr(function, "__code__", None), "co_names", ())
+            names = global_names(function) if context["record"] else ()
             return self._maybe_record(context, run, names, function, args, kwargs)
 
         self._run(number, present, context, call)
@@ -185,6 +188,8 @@ class Worker:
         def whole():
             value = action()
             console.show_open_figures(self.send_output)
+            if not dist.is_initialized():
+                raise ConfigError("this cell has ended the ranks' process group: leave destroy_process_group() out")
             for call in self.publisher.guard.finish(True):
                 print(f"not awaited yet: {call}", file=sys.stderr)
             return value
@@ -226,6 +231,8 @@ class Worker:
         with contextlib.suppress(OSError):
             os.chdir(context["cwd"])
         self.board.pump()
+        if changed := self.namespace.put_back():
+            print(f"{', '.join(changed)}: the ranks' own names, put back as they were", file=sys.stderr)
 
     def _finish(self, number, status, answer):
         names = self.namespace.names()

@@ -9,7 +9,7 @@ import re
 import pytest
 from helpers_for_faults import live
 
-from dtlab import HangError, RankError
+from dtlab import ConfigError, HangError, RankError
 
 CASES = [(2, 1), (3, 0), (4, 2), (8, 7)]  # (ranks, guilty rank)
 on_every_size = pytest.mark.parametrize("size, guilty", CASES)
@@ -358,3 +358,26 @@ def test_receives_from_anybody_beside_one_that_names_its_source():
         dist.send(torch.full((1,), float(rank)), 1)
 
     assert live(3).run(receives)[1] in [(2.0, 0.0), (0.0, 2.0)]
+
+
+def test_a_cell_that_ends_the_group_is_told_and_the_next_works(fails):
+    def ends_it():
+        dist.all_reduce(torch.ones(1))
+        dist.destroy_process_group()
+
+    def begins_it_again():
+        dist.init_process_group("gloo")
+
+    ranks = live(2)
+    assert "leave destroy_process_group() out" in str(fails(ranks, "destroy_process_group", ends_it))
+    assert "in a group already: leave this line out" in str(fails(ranks, "init_process_group", begins_it_again))
+
+
+def test_the_ranks_own_names_are_put_back(capsys):
+    ranks = live(2)
+    ranks.run_cell("for rank in range(7): pass\ndist = 5", "cell")
+    assert ranks.run(lambda: (rank, dist.get_rank())) == [(0, 0), (1, 1)]
+    assert "rank, dist: the ranks' own names, put back" in "".join(capsys.readouterr())
+    with pytest.raises(ConfigError, match="my_rank"):
+        ranks.push(rank=5)
+    assert ranks.run(lambda: list(dtlab.progress([1, 2]))) == [[1, 2]] * 2
