@@ -11,13 +11,17 @@ program runs; the highest of this list wins, and holds for the whole life of the
 
 ``tag`` decides where this cannot know.
 """
+import functools
 import gc
+import sys
 import types
 import weakref
 
 import torch
 from torch._subclasses.fake_tensor import FakeTensor
 from torch.optim.optimizer import register_optimizer_step_post_hook, register_optimizer_step_pre_hook
+
+from dtlab.record.names import global_names
 
 _ORDER = {"other": 0, "activations": 1, "optimizer_states": 2, "grads": 3, "params": 4}
 _PLAIN = (torch.Tensor, torch.nn.Parameter, FakeTensor)
@@ -45,10 +49,11 @@ class Memory:
     def __init__(self, rows, now, fake_mode):
         self.rows, self.now, self.fake_mode = rows, now, fake_mode
         self.before = []  # alloc events of storages that lived when the recording began and were used
-        self.in_optimizer = False
+        self._step = None  # the code of the optimizer's step() under way
         self._known = {}  # address -> Storage
         self._params = {}  # id of a parameter -> (weak reference to it, handle of its hook or None)
         self._next_id = 0
+        self._handles, self._resize = [], torch.UntypedStorage.resize_
 
     # storages
 
@@ -168,8 +173,15 @@ class Memory:
             self.meet_optimizer(obj)
         elif isinstance(obj, types.FunctionType):
             inside = [c.cell_contents for c in obj.__closure__ or () if _is_full(c)]
-            names = [obj.__globals__[n] for n in obj.__code__.co_names if n in obj.__globals__]
-            self._walk([*inside, *names, obj.__defaults__], depth - 1, seen)
+            names = [obj.__globals__[n] for n in global_names(obj) if n in obj.__globals__]
+            for item in (*inside, *names, obj.__defaults__):
+                self._walk(item, depth - 1, seen)
+        elif isinstance(obj, functools.partial):
+            for item in (obj.func, obj.args, obj.keywords):
+                self._walk(item, depth, seen)
+        elif isinstance(obj, types.MethodType):
+            self._walk(obj.__self__, depth, seen)
+            self._walk(obj.__func__, depth, seen)
         elif isinstance(obj, (list, tuple, set, dict)):
             for item in obj.values() if isinstance(obj, dict) else obj:
                 self._walk(item, depth - isinstance(obj, (set, dict)), seen)
@@ -193,24 +205,34 @@ class Memory:
             elif isinstance(value, (list, tuple, dict)):
                 todo += value.values() if isinstance(value, dict) else value
 
+    def in_optimizer(self):
+        """Whether an optimizer's ``step()`` is under way; one that failed is not."""
+        if self._step is None:
+            return False
+        frame = sys._getframe(1)
+        while frame is not None and frame.f_code is not self._step:
+            frame = frame.f_back
+        if frame is None:
+            self._step = None
+        return frame is not None
+
     def _before_step(self, optimizer, *_):
-        self.in_optimizer = True
+        self._step = sys._getframe(1).f_code
         self.meet_optimizer(optimizer)
 
     def _after_step(self, optimizer, *_):
-        self.in_optimizer = False
+        self._step = None
         self.meet_optimizer(optimizer)
 
     # hooks
 
     def start(self):
         """Hook what torch's dispatcher does not show."""
-        self._handles = [
-            register_optimizer_step_pre_hook(self._before_step),
-            register_optimizer_step_post_hook(self._after_step),
-            torch.nn.modules.module.register_module_parameter_registration_hook(self._registered),
-        ]
-        self._resize = resize = torch.UntypedStorage.resize_
+        register_parameter_hook = torch.nn.modules.module.register_module_parameter_registration_hook
+        self._handles.append(register_optimizer_step_pre_hook(self._before_step))
+        self._handles.append(register_optimizer_step_post_hook(self._after_step))
+        self._handles.append(register_parameter_hook(self._registered))
+        resize = self._resize
 
         def resize_(untyped, size):
             resize(untyped, size)

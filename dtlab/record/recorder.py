@@ -77,27 +77,25 @@ class Recorder(TorchDispatchMode):
     # begin and end
 
     def __enter__(self):
-        global current
-        mha = torch.backends.mha
-        self._saved = torch.autograd.graph.saved_tensors_hooks(self._pack, self._unpack)
-        self._had_fastpath = mha.get_fastpath_enabled()
-        mha.set_fastpath_enabled(False)  # one operator for a whole layer would hide its products
         self._began = time.perf_counter()
-        self.memory.look_around(self.roots)
-        self.roots = ()
-        self.memory.start()
-        self._saved.__enter__()
-        calls.observer, current = self.calls, self
-        self.last_end = self._began = time.perf_counter()
-        return super().__enter__()
+        with contextlib.ExitStack() as undo:  # what is interrupted in between leaves no hooks
+            undo.callback(torch.backends.mha.set_fastpath_enabled, torch.backends.mha.get_fastpath_enabled())
+            torch.backends.mha.set_fastpath_enabled(False)  # one operator for a whole layer would hide its products
+            undo.callback(self.memory.stop)
+            self.memory.look_around(self.roots)
+            self.roots = ()
+            self.memory.start()
+            undo.enter_context(torch.autograd.graph.saved_tensors_hooks(self._pack, self._unpack))
+            undo.callback(_observe, None, None)
+            _observe(self.calls, self)
+            self.last_end = self._began = time.perf_counter()
+            super().__enter__()
+            undo.push(super().__exit__)
+            self._undo = undo.pop_all()
+        return self
 
     def __exit__(self, *error):
-        global current
-        super().__exit__(*error)
-        calls.observer = current = None
-        self._saved.__exit__(*error)
-        self.memory.stop()
-        torch.backends.mha.set_fastpath_enabled(self._had_fastpath)
+        self._undo.__exit__(*error)
 
     def finish(self):
         """The events as tuples, in the order of ``Event``'s fields."""
@@ -127,7 +125,7 @@ class Recorder(TorchDispatchMode):
             return self.phase
         if _in_backward() != -1:
             return _BACKWARD
-        if self.memory.in_optimizer:
+        if self.memory.in_optimizer():
             return _OPTIMIZER
         return _FORWARD if differentiable else {}
 
@@ -272,6 +270,11 @@ class Recorder(TorchDispatchMode):
                               0, tuple(reads), tuple(writes), -1, "", self._where(sys._getframe(2)),
                               self._phase(differentiable)))  # fmt: skip
         return out
+
+
+def _observe(observer, recorder):
+    global current
+    calls.observer, current = observer, recorder
 
 
 def record(run, roots, fake_mode=None):

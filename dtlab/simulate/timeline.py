@@ -173,7 +173,7 @@ def _communication(rank, events):
     """Boxes of the communication lanes, each from a call to the end of its wait."""
     boxes, under_way = [], {}
     for event in events:
-        key = (_channel(event), event.op, event.tag, event.seq)
+        key = (_channel(event), event.group, event.op, event.tag, event.seq)
         if event.kind == "issue":
             box = Box(Lane(rank, key[0] or "group"), event.op, event.start_s, event.end_s, "communication",
                       str(event.phase.get("micro_batch", "")))

@@ -1,5 +1,7 @@
 """Memory by category, in bytes: against counts of the tensors themselves and what autograd says it saved."""
+import functools
 import gc
+import sys
 
 import pytest
 import torch
@@ -10,6 +12,9 @@ from torch.utils.checkpoint import checkpoint
 
 import dtlab
 from dtlab.models import GPT, GPTConfig
+from dtlab.ranks import calls
+from dtlab.record import recorder
+from dtlab.record.memory import Memory
 
 SMALL = GPTConfig(vocab_size=64, seq_length=16, hidden_size=32, num_layers=2, num_heads=4)
 OPTIMIZERS = {
@@ -211,3 +216,78 @@ def test_checkpointing_lowers_activations(reentrant):
     one = 256 * 64 * 4
     assert full >= 16 * one  # 4 storages a layer
     assert 7 * one <= less <= 9 * one  # an input for each layer, and one layer computed again
+
+
+weight, state = torch.ones(100), torch.ones(50)  # globals of the functions below
+
+
+class Holder:
+    """Has an attribute named as a global is, and holds a tensor."""
+
+    def __init__(self):
+        self.weight = torch.ones(7)
+
+    def read(self, *_):
+        return self.weight + 1
+
+
+def held_at_end(function):
+    return {category: size for category, size in live_at_end(record_here(function)).items() if size}
+
+
+def test_an_attribute_is_no_global():
+    layer = nn.Linear(3, 2, bias=False)
+    live = held_at_end(lambda: (layer.weight, len(state)))
+    assert live == {"params": 24, "other": 200}
+
+
+@pytest.mark.parametrize("wrap", [
+    lambda tensor: functools.partial(len, tensor),
+    lambda tensor: functools.partial(lambda *, x: None, x=tensor),
+    lambda tensor: functools.partial(lambda: len(tensor)),
+])  # fmt: skip
+def test_what_a_partial_holds_counts(wrap):
+    assert held_at_end(wrap(torch.ones(10))) == {"other": 40}
+
+
+def test_what_a_bound_methods_object_holds_counts():
+    holder = Holder()
+    assert held_at_end(lambda: holder.read and None) == {"other": 28}
+    bound = holder.read
+    assert held_at_end(lambda: bound and None) == {"other": 28}
+
+
+def test_after_a_step_that_failed_nothing_is_the_optimizers():
+    layer, x = nn.Linear(2, 2), torch.ones(1, 2)
+    optimizer = torch.optim.SGD(layer.parameters())
+
+    def fail():
+        raise ValueError
+
+    def program():
+        with pytest.raises(ValueError):
+            optimizer.step(fail)
+        layer(x).sum().backward()
+        optimizer.step()
+
+    phases = [e.phase.get("name") for e in record_here(program).events[0] if e.kind == "compute"]
+    assert phases[0] == "forward" and phases[-1] == "optimizer" and "backward" in phases
+
+
+@pytest.mark.parametrize("where", ["look_around", "start", "_registered"])
+def test_a_recording_that_is_interrupted_as_it_begins_leaves_no_hooks(where, monkeypatch):
+    def interrupted(*_):
+        raise KeyboardInterrupt
+
+    layer, resize = nn.Linear(2, 2), torch.UntypedStorage.resize_
+    hooks = sys.modules["torch.optim.optimizer"]._global_optimizer_pre_hooks
+    before = len(hooks)
+    if where == "_registered":
+        monkeypatch.setattr(torch.nn.modules.module, "register_module_parameter_registration_hook", interrupted)
+    else:
+        monkeypatch.setattr(Memory, where, interrupted)
+    with pytest.raises(KeyboardInterrupt):
+        record_here(layer, torch.ones(1, 2))
+    assert recorder.current is None and calls.observer is None and not layer.weight._post_accumulate_grad_hooks
+    assert len(hooks) == before and torch.UntypedStorage.resize_ is resize
+    assert torch.backends.mha.get_fastpath_enabled()

@@ -54,6 +54,13 @@ def test_a_send_and_a_receive_with_the_same_number_end_with_their_own_wait():
     assert on(timeline, 0, "to rank 1")[0][2:] == (0, 4) and on(timeline, 0, "from rank 1")[0][2:] == (1, 3)
 
 
+def test_messages_of_two_groups_to_one_rank_end_with_their_own_wait():
+    timeline = lanes_of(*(Event("issue", "isend", at, at, group=f"0-1#{at}:", peer=1, seq=0) for at in range(2)),
+                        Event("wait", "isend", 2, 3, group="0-1#1:", peer=1, seq=0),
+                        Event("wait", "isend", 3, 9, group="0-1#0:", peer=1, seq=0))
+    assert [box[2:] for box in on(timeline, 0, "to rank 1")] == [(0, 9), (1, 3)]
+
+
 def test_calls_under_way_at_once_are_told_apart_by_number_and_tag():
     timeline = lanes_of(*(Event("issue", "all_reduce", at, at, group="g", seq=at) for at in range(3)),
                         *(Event("wait", "all_reduce", 5 + at, 6 + at, group="g", seq=2 - at) for at in range(3)))
