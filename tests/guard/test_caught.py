@@ -103,6 +103,13 @@ def functional_reduce_op():
     functional.all_reduce(torch.ones(2), "max" if dist.get_rank() else "sum", dist.group.WORLD) + 0  # <-
 
 
+def size_of_the_last_of_many():
+    import torch.distributed._functional_collectives as functional
+
+    tensors = [torch.ones(2)] * 99 + [torch.ones(other())]
+    functional.all_reduce_coalesced(tensors, "sum", dist.group.WORLD)  # <-
+
+
 def in_a_subgroup():
     group = dist.new_group([0, 1])
     if dist.get_rank() < 2:
