@@ -16,7 +16,8 @@ Not caught:
     - A call left out in a loop, if another one fits: it is reported when a rank ends or waits in vain.
     - The size of a message that is received from any source.
     - Touching a buffer in flight through numpy, C code or a thread of the reader's, or later in the backward pass in
-      whose hook the call was made; a strided buffer in flight.
+      whose hook the call was made; a strided buffer in flight; inside code that torch.compile has compiled before, or
+      under another dispatch mode (``FlopCounterMode``).
     - Handles that code of torch or of an installed library holds.
     - A group rank given for a global rank, if a member of the group has that global rank.
     - Values: a wrong divisor, a missing gradient, different seeds.
@@ -25,7 +26,7 @@ Not caught:
 What follows an early ``return`` is not seen as a branch of its if: named calls that cross on purpose in roles written
 so are taken for swapped ones (``dtlab.same_call`` says what is meant).
 
-Calls from threads of the reader's are compared too. torch.compile runs a function eagerly while a handle is open.
+Calls from threads of the reader's are compared too.
 """
 import json
 import linecache

@@ -35,11 +35,13 @@ class Buffers:
         self.refuse = refuse  # called with (index of the call in flight, "writes" or "reads", where)
         self.handles = {}  # index of a call -> its Work, weakly: a Work holds its tensors
         self._spans = {}  # address of a storage -> [Span, ...]
+        self._lent = {}  # index of a call -> [(its tensor, weakly; the storage, kept alive; address), ...]
         self.mode = _Watch(self)
 
     def open(self, work, index, read, written):
         """A handle went to the reader's code: watch what its call reads and writes."""
         self.handles[index] = weakref.ref(work)
+        self._lent[index] = [(weakref.ref(t), t.untyped_storage(), t.data_ptr()) for t in (*read, *written) if lends(t)]
         for s in [span(t, True, index) for t in read] + [span(t, False, index) for t in written]:
             if s is not None:
                 self._spans.setdefault(s.storage.cdata, []).append(s)
@@ -47,14 +49,19 @@ class Buffers:
 
     def close(self, index):
         """The call is done."""
+        lent = self._lent.pop(index, ())
         if self.handles.pop(index, None) is not None:
             rest = {key: [s for s in spans if s.index != index] for key, spans in self._spans.items()}
             self._spans = {key: spans for key, spans in rest.items() if spans}
             self.sync()
+        for tensor, _, address in lent:
+            if (tensor := tensor()) is not None and tensor.data_ptr() != address:
+                self.refuse(index, "has given other memory to", here())
 
     def forget(self):
         """Stop watching everything."""
         self.handles.clear()
+        self._lent.clear()
         self._spans.clear()
         self.sync()
 
@@ -79,6 +86,11 @@ class Buffers:
         for s in self._spans.get(tensor.untyped_storage()._cdata, ()):
             if (writes or not s.is_read) and not s.storage.expired() and touches(tensor, s.first, s.end):
                 self.refuse(s.index, "writes" if writes else "reads", site or here())
+
+
+def lends(tensor):
+    """Whether a tensor has memory that a call may use; it must stay until the call is done."""
+    return tensor.layout == torch.strided and tensor.numel() > 0
 
 
 def span(tensor, is_read, index):

@@ -22,8 +22,11 @@ USERS, PLUMBING, TORCH, LIBRARY = range(4)  # whose file a frame stands in
 _PLUMBING = ("/dtlab/ranks/", "/dtlab/record/", "<frozen ", "<string>", "/typing_extensions.py")
 _C10D = ("/torch/distributed/distributed_c10d.py", "/torch/distributed/c10d_logger.py", "/torch/_ops.py")
 _C10D += ("/torch/utils/_contextlib.py", "/torch/autograd/function.py")
+_C10D += ("/torch/utils/_device.py", "/torch/overrides.py")  # set_default_device and other modes stand between
+_C10D += ("/torch/utils/_python_dispatch.py", "/torch/utils/flop_counter.py", "/torch/utils/checkpoint.py")
 FILE, LINE, TEXT, IS_NAME, BRANCHES, FUNCTION = range(6)  # parts of a frame in a label
 NUM_FRAMES = 3
+_OUTPUT_FIRST = ("all_gather", "reduce_scatter", "all_to_all")
 _STANDARD_LIBRARY = sysconfig.get_path("stdlib")
 _TORCH = os.path.dirname(torch.__file__) + os.sep
 HISTORY = 64  # positions with different labels that are remembered for each peer and channel
@@ -171,7 +174,13 @@ def call_path(filename, at):
 
 
 def first_argument(call):
-    """The node that tells what a call is about: its first argument, or the object of a method without one."""
+    """The node that tells what a call is about: its first argument, or the object of a method without one.
+
+    Where the first argument is the output (``all_gather(outputs, mine)``), it is the second.
+    """
+    name = getattr(call.func, "attr", getattr(call.func, "id", ""))
+    if len(call.args) > 1 and name.startswith(_OUTPUT_FIRST):
+        return call.args[1]
     if call.args:
         return call.args[0]
     if call.keywords:

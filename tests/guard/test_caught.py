@@ -697,3 +697,44 @@ def test_a_rank_that_swallows_exceptions_is_stopped_too(ranks):
     started = time.monotonic()
     message_of(ranks, program)
     assert time.monotonic() - started < WITHIN_S
+
+
+@pytest.mark.parametrize("size", [2, 3])
+def test_a_default_device_hides_nothing(size):
+    def sets(device):
+        torch.set_default_device(device)
+
+    def writes_early():
+        x = torch.ones(4)
+        work = dist.all_reduce(x, async_op=True)
+        x += 1
+        work.wait()
+
+    with dtlab.launch(size) as ranks:
+        ranks.run(sets, "cpu")
+        with pytest.raises(dtlab.GuardError, match="writes a buffer"):
+            ranks.run(writes_early)
+
+
+def test_other_memory_for_a_buffer_in_flight():
+    def gives_other_memory():
+        x = torch.ones(4000)
+        work = dist.all_reduce(x, async_op=True)
+        x.data = torch.zeros(4000)
+        work.wait()
+
+    def swaps_gathers():
+        outputs, a, b = [torch.zeros(2) for _ in range(2)], torch.ones(2), torch.ones(2)
+        if dist.get_rank() == 0:
+            dist.all_gather(outputs, a)
+            dist.all_gather(outputs, b)
+        else:
+            dist.all_gather(outputs, b)
+            dist.all_gather(outputs, a)
+
+    with dtlab.launch(2) as ranks:
+        with pytest.raises(dtlab.GuardError, match="has given other memory to a buffer"):
+            ranks.run(gives_other_memory)
+        with pytest.raises(dtlab.GuardError, match="different orders"):
+            ranks.run(swaps_gathers)
+        assert ranks.run(lambda: dist.get_rank()) == [0, 1]
