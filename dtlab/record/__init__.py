@@ -26,8 +26,8 @@ collectives, DDP's reducer, FSDP2, DTensor and torch's pipelines, each once. Wha
   byte for each element. CPU FSDP2 gathers without overlap.
 - While it is recorded a function cannot use ``torch.func`` transforms: they refuse the hooks on saved tensors.
 - Dry: times are 0. DistributedDataParallel, torch's pipelines and whatever reads values cannot be recorded, and say so;
-  raw calls, functional collectives, FSDP2 and DTensor can. Make the model in the function or pass it: a tensor that the
-  function captures is not counted.
+  raw calls, functional collectives, FSDP2 and DTensor can. Make the model in the function or pass it: a captured
+  parameter is refused, another tensor that the function captures is not counted.
 """
 
 

@@ -21,8 +21,8 @@ def record_dry(fn, *args, world_size=1024, ranks=(0,), tokens=None, model_flops=
 
     Raises:
         ConfigError: a rank outside the world; or the function cannot be recorded dry: it reads a value (``.item()``,
-            a branch on a tensor, object collectives), or uses a module that does not take fake tensors
-            (DistributedDataParallel). The message says where.
+            a branch on a tensor, object collectives), captured a model, or uses a module that does not take fake
+            tensors (DistributedDataParallel). The message says where.
         RankError: the function failed.
 
     Example:

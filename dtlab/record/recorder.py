@@ -12,6 +12,7 @@ import torch
 from torch._subclasses.fake_tensor import FakeTensor
 from torch.utils._python_dispatch import TorchDispatchMode
 
+from dtlab.errors import ConfigError
 from dtlab.ranks import calls
 from dtlab.ranks.guard_order import LIBRARY, USERS, owner
 from dtlab.record import flops, pipelines
@@ -219,7 +220,16 @@ class Recorder(TorchDispatchMode):
     def _meet_parameters(self, tensors, wrapped=False):
         for tensor in tensors:
             if type(tensor) is not torch.Tensor and isinstance(tensor, torch.nn.Parameter):
+                self._refuse_real_parameter(tensor)
                 self.memory.meet_parameter(tensor, None if wrapped else self.memory.of(tensor))
+
+    def _refuse_real_parameter(self, tensor):
+        """In a dry recording a parameter that is not fake was captured, and would not be counted."""
+        if self.fake_mode is not None and type(tensor) is torch.nn.Parameter:
+            raise ConfigError(
+                f"the function cannot be recorded dry: {self._where(sys._getframe(1))} uses a parameter of shape "
+                f"{tuple(tensor.shape)} that it captured, with real memory: pass the model or make it inside"
+            )
 
     def _compute(self, func, operator, args, kwargs):
         memory, written, in_flight = self.memory, operator.written, self.calls.in_flight
@@ -233,6 +243,7 @@ class Recorder(TorchDispatchMode):
             for tensor in arg:
                 storage = memory.of(tensor) if isinstance(tensor, torch.Tensor) else None
                 if storage is None:
+                    self._refuse_real_parameter(tensor)
                     continue
                 if type(tensor) is not torch.Tensor and isinstance(tensor, torch.nn.Parameter):
                     memory.meet_parameter(tensor, storage)
@@ -344,7 +355,6 @@ def tag(tensor, category):
     Raises:
         ConfigError: another category.
     """
-    from dtlab.errors import ConfigError
     from dtlab.simulate.events import CATEGORIES
 
     if category not in CATEGORIES:

@@ -170,6 +170,16 @@ def test_what_cannot_be_recorded_dry_says_so(program, says):
         dtlab.record_dry(program, world_size=2)
 
 
+@pytest.mark.parametrize("make", [lambda: nn.Linear(4, 3), lambda: nn.Embedding(4, 3), lambda: nn.LayerNorm(4)])
+def test_a_captured_parameter_is_refused(make):
+    model, x = make(), torch.zeros(2, 4, dtype=torch.long)
+    x = x if isinstance(model, nn.Embedding) else x.float()
+    wanted = r"recorded dry: test_dry.py, line \d+ uses a parameter of shape .*: pass the model or make it inside"
+    with pytest.raises(dtlab.ConfigError, match=wanted):
+        dtlab.record_dry(lambda x: model(x), x, world_size=2)
+    assert dtlab.record_dry(lambda model, x: model(x), model, x, world_size=2).memory().loc[0].params
+
+
 def test_failures_and_wrong_arguments():
     with pytest.raises(dtlab.RankError, match="rank 8 of 16, played dry, failed: ZeroDivisionError"):
         dtlab.record_dry(lambda: 1 / 0, world_size=16, ranks=[8])
