@@ -27,7 +27,14 @@ _NOT_FAKE = (
     "{name} cannot be recorded dry: {place} needs the memory of a tensor, and fake tensors have none ({error}). C++ "
     "modules such as DistributedDataParallel do; record it live: ranks.record"
 )
-_SIGNS = ("data is not allocated", "data pointer", "FakeTensor", "fake tensor", "meta tensor")  # in errors of torch
+_NOT_PLAYED = (
+    "{name} cannot be recorded dry: {place} asks what the fake process group does not know ({error}). Name the source "
+    "of a receive and leave out monitored_barrier and the store; or record it live: ranks.record"
+)
+_OF_VALUES = (".numpy() is not supported", "FakeTensor.__format__")  # signs in errors of torch
+_OF_THE_GROUP = ("sourceRank()", "monitored_barrier is only", "torch/csrc/distributed")
+_OF_MEMORY = ("data is not allocated", "data pointer", "FakeTensor", "fake tensor", "meta tensor")
+_TEXTS = {_OF_VALUES: _NO_VALUES, _OF_THE_GROUP: _NOT_PLAYED, _OF_MEMORY: _NOT_FAKE}
 
 
 class _Publisher(calls.Publisher):
@@ -71,10 +78,11 @@ def play(run, roots, rank, world_size):
             _, *answer = recorder.record(lambda: run(args, kwargs), (function, args, kwargs), fake_mode)
         except _READS_VALUES as error:
             raise _explained(_NO_VALUES, error, function, str(error)) from error
-        except (RuntimeError, NotImplementedError, TypeError) as error:
-            if not any(sign in str(error) for sign in _SIGNS):
+        except (RuntimeError, TypeError, ValueError) as error:
+            text = next((text for signs, text in _TEXTS.items() if any(sign in str(error) for sign in signs)), None)
+            if text is None or isinstance(error, ConfigError):
                 raise
-            raise _explained(_NOT_FAKE, error, function, f"{type(error).__name__}: {error}".splitlines()[0]) from error
+            raise _explained(text, error, function, f"{type(error).__name__}: {error}".splitlines()[0]) from error
     return said.getvalue(), None, *answer
 
 
@@ -92,7 +100,13 @@ def _explained(text, error, function, what):
     place = f"{frames[0][0]}, line {frames[0][1]}" if frames else "it"
     for label, line, *_ in frames[:-1]:
         place = f"{label}, line {line}"
-    return ConfigError(text.format(name=getattr(function, "__name__", "the function") + "()", place=place, error=what))
+    return ConfigError(text.format(name=_name(function), place=place, error=what))
+
+
+def _name(function):
+    while isinstance(function, functools.partial):
+        function = function.func
+    return f"{getattr(function, '__name__', type(function).__name__)}()"
 
 
 def _observe_fake_waits():

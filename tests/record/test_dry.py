@@ -1,5 +1,6 @@
 # ruff: noqa: F821  (names that live on the ranks)
 """Dry recordings: the bytes, FLOPs and memory of live ones, at sizes that no test machine has."""
+import functools
 import time
 
 import pytest
@@ -163,11 +164,23 @@ def test_arguments_become_fake():
 @pytest.mark.parametrize("program, says", [
     (lambda: torch.ones(3).sum().item(), "reads the value of a tensor"),
     (lambda: dist.all_gather_object([None] * world_size, rank), "reads the value of a tensor"),
+    (lambda: torch.ones(3).numpy(), "reads the value of a tensor"),
+    (lambda: f"{torch.ones(3).sum():.3f}", "reads the value of a tensor"),
+    (lambda: dist.recv(torch.ones(3)), "does not know"),
+    (lambda: dist.monitored_barrier(), "does not know"),
     (lambda: nn.parallel.DistributedDataParallel(nn.Linear(4, 4)), "DistributedDataParallel"),
 ])  # fmt: skip
 def test_what_cannot_be_recorded_dry_says_so(program, says):
     with pytest.raises(dtlab.ConfigError, match=rf"(?s)recorded dry: test_dry.py, line \d+.*{says}.*ranks.record"):
         dtlab.record_dry(program, world_size=2)
+
+
+def test_a_partial_has_the_name_of_its_function():
+    def step(x):
+        return x.item()
+
+    with pytest.raises(dtlab.ConfigError, match=r"^step\(\) cannot be recorded dry"):
+        dtlab.record_dry(functools.partial(step, torch.ones(1)), world_size=2)
 
 
 @pytest.mark.parametrize("make", [lambda: nn.Linear(4, 3), lambda: nn.Embedding(4, 3), lambda: nn.LayerNorm(4)])
