@@ -11,7 +11,7 @@ from dtlab.ranks import interrupts, notebook, parcels, report, wire
 from dtlab.ranks.board import Board, rank_list
 from dtlab.ranks.nursery import READY_WITHIN_S, nursery
 from dtlab.ranks.run import KILL_AFTER_S, KILL_COPY_AFTER_S, CellRun
-from dtlab.ranks.settings import PREDEFINED, check_size, check_timeout, num_threads, rank_environ
+from dtlab.ranks.settings import PREDEFINED, check_place, check_size, check_timeout, num_threads, rank_environ
 from dtlab.record.results import join
 
 DEFAULT_TIMEOUT_S = 20
@@ -42,12 +42,7 @@ def launch(world_size, *, device="auto", guard=True, timeout=DEFAULT_TIMEOUT_S, 
         [0, 1]
     """
     global _current
-    if _in_rank():
-        raise ConfigError("launch was called on a rank; launch ranks from the notebook")
-    if "TORCHELASTIC_RUN_ID" in os.environ:
-        raise ConfigError("torchrun has started these processes: they are the ranks, use torch.distributed directly")
-    if os.name == "nt":
-        raise ConfigError("ranks need Linux or macOS: on Windows use WSL2 (wsl --install), see `dtlab doctor`")
+    check_place()
     check_size(world_size, _current.size if current_ranks() else 0)
     check_timeout(timeout)
     if device not in ("auto", "cpu", "cuda"):
@@ -61,11 +56,6 @@ def launch(world_size, *, device="auto", guard=True, timeout=DEFAULT_TIMEOUT_S, 
 def current_ranks():
     """The ranks of the last ``launch``, or None if there are none."""
     return _current if _current is not None and _current.alive else None
-
-
-def _in_rank():
-    worker = sys.modules.get("dtlab.ranks.worker")
-    return worker is not None and worker._worker is not None
 
 
 class Ranks:

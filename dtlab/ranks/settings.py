@@ -8,6 +8,17 @@ from dtlab.errors import ConfigError
 PREDEFINED = ("rank", "world_size", "device", "dist", "torch", "display", "dtlab")  # names that every rank has
 
 
+def check_place():
+    """Refuse to launch where ranks cannot live: on a rank, under torchrun, on Windows."""
+    worker = sys.modules.get("dtlab.ranks.worker")
+    if worker is not None and worker._worker is not None:
+        raise ConfigError("launch was called on a rank; launch ranks from the notebook")
+    if "TORCHELASTIC_RUN_ID" in os.environ:
+        raise ConfigError("torchrun has started these processes: they are the ranks, use torch.distributed directly")
+    if os.name == "nt":
+        raise ConfigError("ranks need Linux or macOS: on Windows use WSL2 (wsl --install), see `dtlab doctor`")
+
+
 def check_size(world_size, ending=0):
     """Refuse a number of ranks that is none, or more than memory holds once ``ending`` ranks have ended."""
     if isinstance(world_size, bool) or not isinstance(world_size, int) or world_size < 1:
