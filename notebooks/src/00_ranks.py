@@ -134,7 +134,8 @@ dtlab.reveal("00.1", int(ranks.pull("t")[-1]))
 # ### Functions
 #
 # `%%ranks` is for looking around. What is to be proved goes into a function: `ranks.run` calls it on every rank and
-# returns what each one returned. A name that the notebook does not have, here `rank` and `dist`, is the rank's own.
+# returns what each one returned. `rank`, `world_size`, `device`, `torch` and `dist` are always the rank's own; any other
+# name is the notebook's or, if it has none, the rank's.
 
 # %% name="run" tags=["exact"]
 def sum_of(scale):
@@ -172,8 +173,8 @@ total
 # %% [markdown]
 # (`t` is made anew: what a broken call leaves in its tensor is not defined.)
 #
-# Second, two ranks have something for each other, and both send before they receive. `send` ends when the other side
-# takes the message:
+# Second, two ranks have something for each other, and both send before they receive (`%%ranks 0,1` runs on those two).
+# `send` ends when the other side takes the message:
 
 # %% name="both-send" tags=["exact", "raises-exception"]
 # %%ranks 0,1
@@ -192,7 +193,7 @@ print(f"I hold {t.item()} and got {theirs.item()}")
 
 # %% [markdown]
 # Worse than a hang is a wrong number without a word: that is what comes elsewhere, on CPUs, when calls meet that do not
-# fit. Here a **guard** compares them before the data moves. Rank 1 brings another shape:
+# fit. Here a **guard** compares them; what cannot fit is refused before the data moves. Rank 1 brings another shape:
 
 # %% name="shapes" tags=["timing", "raises-exception"]
 # %%ranks
@@ -213,6 +214,8 @@ else:
     dist.all_reduce(hits)
 
 # %% [markdown]
+# An order shows only at the second call: the first sum was made, and is wrong. Nothing since then is to be believed.
+#
 # Last, a process ends in the middle of the work, as one does that the system kills for its memory:
 
 # %% name="exit" tags=["exact", "raises-exception"]
@@ -379,7 +382,8 @@ assert speed < 2 * WORLD_SIZE
 #
 # No lesson sells a waited number as the gain. Exact here is what a step sends: `record` runs a function and notes every
 # call. An all-reduce of $S$ bytes makes each rank send $2(n-1)/n \cdot S$ (lesson 01 builds it), and all gradients of the
-# float32 model are $4$ bytes a parameter. With it the course's ledger begins, which gets a row a lesson:
+# float32 model are $4$ bytes a parameter. With it the course's ledger begins, which gets a row a lesson. Its
+# memory is the most bytes that a rank's tensors held at one instant:
 
 # %% name="ledger" tags=["timing"]
 recording = ranks.record(train_on_ranks, 1)
