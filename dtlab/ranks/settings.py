@@ -8,10 +8,15 @@ from dtlab.errors import ConfigError
 PREDEFINED = ("rank", "world_size", "device", "dist", "torch", "display", "dtlab")  # names that every rank has
 
 
+def is_in_rank():
+    """Whether this process is a rank."""
+    worker = sys.modules.get("dtlab.ranks.worker")
+    return worker is not None and worker._worker is not None
+
+
 def check_place():
     """Refuse to launch where ranks cannot live: on a rank, under torchrun, on Windows."""
-    worker = sys.modules.get("dtlab.ranks.worker")
-    if worker is not None and worker._worker is not None:
+    if is_in_rank():
         raise ConfigError("launch was called on a rank; launch ranks from the notebook")
     if "TORCHELASTIC_RUN_ID" in os.environ:
         raise ConfigError("torchrun has started these processes: they are the ranks, use torch.distributed directly")

@@ -29,10 +29,10 @@ def record_dry(fn, *args, world_size=1024, ranks=(0,), tokens=None, model_flops=
         >>> record_dry(lambda: dist.all_reduce(torch.ones(10**9)), ranks=[0, 8])        # doctest: +SKIP
         Recording (dry): 2 of 1024 ranks, 10 events
     """
-    from dtlab.ranks import pool
+    from dtlab.ranks import settings
     from dtlab.record.results import join
 
-    if pool._in_rank():
+    if settings.is_in_rank():
         raise ConfigError("record_dry was called on a rank; call it in the notebook")
     ranks = sorted({ranks} if isinstance(ranks, int) else set(ranks))
     wrong = [r for r in ranks if not 0 <= r < world_size]

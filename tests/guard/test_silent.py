@@ -11,7 +11,6 @@ import torch.distributed as dist
 from torch import nn
 
 import dtlab
-from dtlab.errors import GuardError
 from dtlab.ranks import board, calls
 
 pytestmark = pytest.mark.ranks
@@ -720,7 +719,5 @@ def with_full_texts():
 
 def test_a_rank_whose_texts_are_full_goes_on():
     with dtlab.launch(2, timeout=60) as live:
-        live.run(with_full_texts)
-        with pytest.raises(GuardError, match="the shapes differ"):
-            live.run(lambda: dist.all_reduce(torch.ones(5 + dist.get_rank())))
-        live.run(with_full_texts)
+        for _ in range(2):
+            live.run(with_full_texts)
