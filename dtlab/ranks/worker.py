@@ -7,7 +7,6 @@ import contextlib
 import datetime
 import faulthandler
 import os
-import re
 import signal
 import socket
 import sys
@@ -25,7 +24,7 @@ from dtlab.ranks.leaving import leave_groups, shut_sockets
 from dtlab.ranks.store import MemoryStore
 from dtlab.ranks.wire import Channel
 from dtlab.ranks.zygote import die_with_parent
-from dtlab.record.names import global_names
+from dtlab.record.names import cell_names, global_names
 
 _STOP_SIGNAL = signal.SIGUSR2
 _ENGINE_FILES = tuple(f"/dtlab/ranks/{name}.py" for name in ("wire", "board", "calls", "console", "worker", "parcels"))
@@ -121,7 +120,7 @@ class Worker:
         """Run the text of a cell."""
         show = lambda value: cells.show_value(value, self.send_output)  # noqa: E731
         run = lambda: cells.run_code(code, label, self.namespace, show)  # noqa: E731
-        names = set(re.findall(r"\w+", code))
+        names = cell_names(code) if context["record"] else ()
         self._run(number, present, context, lambda: self._maybe_record(context, run, names))
 
     def on_call(self, number, present, context, parcel, files, fds):

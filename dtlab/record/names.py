@@ -1,6 +1,7 @@
-"""The globals that a function reads."""
+"""The globals that code reads."""
 import dis
 import functools
+import types
 
 
 def global_names(function):
@@ -8,6 +9,18 @@ def global_names(function):
     while isinstance(function, functools.partial):
         function = function.func
     code = getattr(function, "__code__", None)
-    if code is None:
+    return set() if code is None else names_read(code)
+
+
+def cell_names(text):
+    """Names that the text of a cell reads; none where it is no Python, which running it will tell."""
+    try:
+        return names_read(compile(text, "<cell>", "exec"))
+    except (SyntaxError, ValueError):
         return set()
-    return {i.argval for i in dis.get_instructions(code) if i.opname in ("LOAD_GLOBAL", "LOAD_NAME")}
+
+
+def names_read(code):
+    """Names of the globals that a code object reads, with the functions inside it."""
+    names = {i.argval for i in dis.get_instructions(code) if i.opname in ("LOAD_GLOBAL", "LOAD_NAME")}
+    return names.union(*(names_read(inner) for inner in code.co_consts if isinstance(inner, types.CodeType)))
