@@ -24,7 +24,7 @@ _WHERE = {  # public name -> module that defines it
     "GuardError": "dtlab.errors",
     "HangError": "dtlab.errors",
 }
-_MODULES = ("models", "data", "plots")
+_MODULES = ("models", "data", "plots", "theory")
 
 __all__ = [*_WHERE, *_MODULES]
 

@@ -10,7 +10,7 @@ import weakref
 import torch
 from torch.distributed import distributed_c10d
 
-from dtlab.simulate.wire import wire_bytes
+from dtlab.theory.communication import wire_bytes
 
 
 @functools.lru_cache

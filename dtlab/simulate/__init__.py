@@ -1,6 +1,5 @@
 """Events of a run and timelines drawn from them. Pure: no torch."""
 from dtlab.simulate.events import Event, Recording, read_events, write_events
 from dtlab.simulate.timeline import Box, Lane, Timeline
-from dtlab.simulate.wire import wire_bytes
 
-__all__ = ["Box", "Event", "Lane", "Recording", "Timeline", "read_events", "wire_bytes", "write_events"]
+__all__ = ["Box", "Event", "Lane", "Recording", "Timeline", "read_events", "write_events"]

@@ -4,8 +4,7 @@ import doctest
 import pytest
 
 from dtlab.errors import ConfigError
-from dtlab.simulate import wire
-from dtlab.simulate.wire import base_op, wire_bytes
+from dtlab.theory import base_op, communication, wire_bytes
 
 
 @pytest.mark.parametrize("n", [2, 3, 4, 64])
@@ -84,5 +83,5 @@ def test_what_cannot_be_counted_is_said(fields, words):
 
 
 def test_docstring_examples():
-    result = doctest.testmod(wire)
+    result = doctest.testmod(communication)
     assert result.attempted > 0 and result.failed == 0
