@@ -1,0 +1,22 @@
+"""The techniques, each from scratch: they train as one process does, on the process group that they are given."""
+from dtlab.parallel.collectives import (
+    all_to_all,
+    chunk_bounds,
+    halving_doubling_all_reduce,
+    naive_all_reduce,
+    ring_all_gather,
+    ring_all_reduce,
+    ring_reduce_scatter,
+    tree_all_reduce,
+)
+
+__all__ = [
+    "all_to_all",
+    "chunk_bounds",
+    "halving_doubling_all_reduce",
+    "naive_all_reduce",
+    "ring_all_gather",
+    "ring_all_reduce",
+    "ring_reduce_scatter",
+    "tree_all_reduce",
+]
