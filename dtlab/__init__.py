@@ -24,7 +24,8 @@ _WHERE = {  # public name -> module that defines it
     "GuardError": "dtlab.errors",
     "HangError": "dtlab.errors",
 }
-_MODULES = ("models", "data", "plots", "theory")
+_MODULES = {name: f"dtlab.{name}" for name in ("models", "data", "plots", "theory")}
+_MODULES["explore"] = "dtlab.widgets.explore"
 
 __all__ = [*_WHERE, *_MODULES]
 
@@ -33,7 +34,7 @@ def __getattr__(name):
     if name in _WHERE:
         value = getattr(importlib.import_module(_WHERE[name]), name)
     elif name in _MODULES:
-        value = importlib.import_module(f"dtlab.{name}")
+        value = importlib.import_module(_MODULES[name])
     else:
         raise AttributeError(f"module 'dtlab' has no attribute {name!r}; it has {', '.join(sorted(__all__))}")
     globals()[name] = value

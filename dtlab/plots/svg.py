@@ -1,5 +1,6 @@
 """A small SVG builder and the course's colours (Okabe-Ito, one colour per meaning)."""
 from html import escape
+from math import hypot
 
 COLOURS = {
     "forward": "#56B4E9", "activations": "#56B4E9",
@@ -68,3 +69,21 @@ def line(x1, y1, x2, y2, *, stroke=COLOURS["outline"], dash=None, width=1.5):
     """A straight line, dashed where ``dash`` says how."""
     dashes = f' stroke-dasharray="{dash}"' if dash else ""
     return f'<line x1="{x1}" y1="{y1}" x2="{x2}" y2="{y2}" stroke="{stroke}" stroke-width="{width}"{dashes}/>'
+
+
+def arrow(x1, y1, x2, y2, *, stroke=COLOURS["outline"], dash=None, width=1.5, both=False):
+    """A straight arrow to (x2, y2), with a head at the other end too where ``both`` says so."""
+    length = hypot(x2 - x1, y2 - y1)
+    along, across = ((x2 - x1) / length, (y2 - y1) / length), ((y1 - y2) / length, (x2 - x1) / length)
+    size = 5 + 1.5 * width
+
+    def head(x, y, way):
+        back = x - way * size * along[0], y - way * size * along[1]
+        wings = [(back[0] + side * size / 2 * across[0], back[1] + side * size / 2 * across[1]) for side in (-1, 1)]
+        points = " ".join(f"{px:.1f},{py:.1f}" for px, py in ((x, y), *wings))
+        return f'<polygon points="{points}" fill="{stroke}"/>', back
+
+    tip, end = head(x2, y2, 1)
+    tail, start = head(x1, y1, -1) if both else ("", (x1, y1))
+    ends = (round(value, 1) for value in (*start, *end))
+    return line(*ends, stroke=stroke, dash=dash, width=width) + tip + tail
