@@ -9,10 +9,13 @@ from dtlab.parallel.collectives import (
     ring_reduce_scatter,
     tree_all_reduce,
 )
+from dtlab.parallel.data_parallel import DistributedDataParallel, global_mean
 
 __all__ = [
+    "DistributedDataParallel",
     "all_to_all",
     "chunk_bounds",
+    "global_mean",
     "halving_doubling_all_reduce",
     "naive_all_reduce",
     "ring_all_gather",

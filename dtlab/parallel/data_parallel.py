@@ -1,0 +1,281 @@
+"""Data parallel: every rank holds the whole model and its own part of the batch; gradients are averaged in buckets.
+
+Mean, not sum: what stands in ``.grad`` after backward is the mean over the ranks of what each would have alone. With
+equal parts and a mean loss on each rank that is the gradient of the whole batch's mean loss.
+
+    loss.backward()  on each rank, parameters in reverse order:
+
+    autograd   [ 4 ][ 3 ][ 2 ][ 1 ]          gradients of parameters 4, 3, 2, 1
+    network            [ bucket 0 ][ bucket 1 ]    all_reduce of 4, 3 while 2, 1 are computed
+                                           ^ the pass ends here: wait, divide by the number of ranks
+"""
+import contextlib
+import functools
+import weakref
+
+import torch
+import torch.distributed as dist
+from torch import nn
+
+from dtlab.errors import ConfigError
+from dtlab.parallel.shared import Bucket, broadcast_tensors, split_by_bytes
+from dtlab.validate import at_least
+
+_NUM_NAMES = 5  # parameters that an error names
+
+
+class DistributedDataParallel(nn.Module):
+    """``module``, the same on every rank of ``group``, with gradients averaged over the ranks during backward.
+
+    At the start parameters and buffers, frozen ones too, get the values of the group's first rank: ranks may be seeded
+    differently. Keys of ``state_dict()`` have the prefix ``module.``, as torch's do; save ``ddp.module.state_dict()``
+    for a model without it.
+
+    A gradient lives in its bucket: ``.grad`` is a view of the bucket's buffer and is overwritten in the next backward
+    pass, also after ``zero_grad()``. Clone what you keep.
+
+    Communication on each rank, n ranks, P bytes of trainable parameters (a tied one counts once): all_reduce of P bytes
+    a step, one call a bucket, ring 2 (n-1)/n P bytes sent. Frozen parameters send nothing. Plus, if the module has
+    buffers and ``broadcast_buffers``, one broadcast of them before each forward pass in training.
+
+    Args:
+        module: Its parameters are registered in about the order in which forward uses them: backward then fills the
+            buckets in their order. Another order is right too, but overlaps less.
+        group: Ranks that hold a replica each; None for all.
+        bucket_bytes: Largest bucket of more than one parameter. 1: a bucket for each parameter.
+        overlap: False sends after backward instead of during it.
+        find_unused_parameters: True lets a parameter have no gradient on some ranks, which counts as zero; without one
+            on any rank its ``.grad`` stays None. One more all_reduce a step, of a number for each parameter.
+        broadcast_buffers: Ranks follow the first one's buffers (BatchNorm's running statistics) from one training step
+            to the next; in between each adds its own part of the batch. Batch statistics themselves stay local.
+
+    Raises:
+        ConfigError: ranks have different models; during backward: a parameter without gradient, or with two.
+
+    Not here: buckets in the order in which gradients really arrive, gradients in the memory format of channels_last
+    weights, sparse gradients, ``torch.utils.checkpoint`` with ``use_reentrant=True`` (refused; False works).
+
+    Source: Li et al. 2020, arXiv:2006.15704, sections 3.2 (buckets, overlap, no_sync) and 4.1.
+    """
+
+    def __init__(self, module: nn.Module, *, group=None, bucket_bytes: int = 25 * 2**20, overlap: bool = True,
+                 find_unused_parameters: bool = False, broadcast_buffers: bool = True):
+        super().__init__()
+        at_least("bucket_bytes", bucket_bytes, 1)
+        self.module, self.group, self.num_ranks = module, group, dist.get_world_size(group)
+        self.overlap, self.find_unused_parameters = overlap, find_unused_parameters
+        self.broadcast_buffers = broadcast_buffers and any(True for _ in module.buffers())
+        _refuse_different_models(module, group)
+        self._send_model(group_src=0)
+        trainable = [p for p in module.parameters() if p.requires_grad]
+        if not trainable:
+            raise ConfigError("module has no parameter that requires a gradient: there is nothing to average")
+        self.buckets = [Bucket(part) for part in split_by_bytes(reversed(trainable), bucket_bytes)]
+        self._is_syncing, self._is_joining = True, False
+        self._running = list(range(self.num_ranks))  # ranks of the group that still have data
+        self._works = []  # of the buckets that are on their way, in order
+        self._backward = -1  # autograd's number of the backward pass that fills the buckets
+        self._hook_parameters()
+
+    def _send_model(self, group_src):
+        broadcast_tensors([*self.module.parameters(), *self.module.buffers()], group_src=group_src, group=self.group)
+
+    def _hook_parameters(self):
+        """Call ``_gradient_is_there`` for each gradient. Hooks hold this object weakly, and go when it goes."""
+        hooks, me = [], weakref.ref(self)
+        for bucket in self.buckets:
+            for position, parameter in enumerate(bucket.tensors):
+                hook = functools.partial(_call, me, bucket, position)
+                hooks.append(parameter.register_post_accumulate_grad_hook(hook))
+        weakref.finalize(self, lambda: [hook.remove() for hook in hooks])
+
+    # a step
+
+    def forward(self, *args, **kwargs):
+        """What ``module`` returns."""
+        if self._is_syncing and torch.is_grad_enabled():
+            if self._is_joining:
+                self._running = self._who_runs(True)
+            self._send_buffers()
+        return self.module(*args, **kwargs)
+
+    def _send_buffers(self):
+        if self.broadcast_buffers and self.training:
+            broadcast_tensors(self.module.buffers(), group_src=self._running[0], group=self.group)
+
+    def _gradient_is_there(self, bucket, position):
+        """One gradient is complete: start what is complete with it, always in the order of the buckets."""
+        backward = torch._C._current_graph_task_id()
+        if backward != self._backward:  # the first gradient of this pass; the last pass may have failed
+            self._backward, self._works = backward, []
+            for each in self.buckets:
+                each.ready.clear()
+            torch.autograd.Variable._execution_engine.queue_callback(self._finish)
+        if position in bucket.ready:
+            raise ConfigError(f"{self._names([bucket.tensors[position]])} got a second gradient in one backward pass, "
+                              "after the first may have been sent: torch.utils.checkpoint needs use_reentrant=False")
+        bucket.ready.add(position)
+        while self.overlap and len(self._works) < len(self.buckets) and self.buckets[len(self._works)].is_full():
+            self._start_next()
+
+    def _start_next(self):
+        # Subtle: all ranks start the buckets in the same order, whatever the order of their gradients
+        bucket = self.buckets[len(self._works)]
+        bucket.take_gradients()
+        # all_reduce, 2 (n-1)/n * bytes of the bucket per rank
+        self._works.append(dist.all_reduce(bucket.flat, group=self.group, async_op=True))
+
+    def _finish(self):
+        """At the end of backward: start what is left, wait for all of it, make sums means."""
+        self._backward = -1
+        parameters = [p for bucket in self.buckets for p in bucket.tensors]
+        unused = [p for p in parameters if p.grad is None]
+        if unused and not self.find_unused_parameters:
+            raise ConfigError(self._unused_text(unused))
+        while len(self._works) < len(self.buckets):
+            self._start_next()
+        if self.find_unused_parameters:
+            views = [view for bucket in self.buckets for view in bucket.views]
+            is_used = self._on_any_rank([p.grad is not None for p in parameters])
+            for parameter, view, used in zip(parameters, views, is_used):
+                if used:
+                    parameter.grad = view
+        self._wait()
+
+    def _wait(self):
+        for work, bucket in zip(self._works, self.buckets):
+            work.wait()  # on CUDA only the stream waits, not the program
+            bucket.flat.div_(len(self._running))  # the sum becomes the mean
+        self._works = []
+
+    def _on_any_rank(self, flags):
+        """For each flag whether any rank has it; every rank gets the same answer."""
+        if _is_dry(self.group):
+            return flags
+        flags = torch.tensor(flags, dtype=torch.uint8, device=self.buckets[0].flat.device)
+        dist.all_reduce(flags, dist.ReduceOp.MAX, group=self.group)
+        return flags.tolist()
+
+    # accumulation, and ranks with less data
+
+    @contextlib.contextmanager
+    def no_sync(self):
+        """Backward inside only adds to ``.grad``; the first backward outside sends the sum: one reduction a step.
+
+        Divide each micro-batch's loss by the number of micro-batches, as without ranks. Whether a backward pass sends
+        is decided where ``backward()`` is called. Without ``no_sync`` the result is the same and all is sent each time.
+        """
+        before, self._is_syncing = self._is_syncing, False
+        try:
+            yield
+        finally:
+            self._is_syncing = before
+
+    @contextlib.contextmanager
+    def join(self):
+        """For ranks with different numbers of batches: ``with ddp.join(): for batch in batches: ...`` on every rank.
+
+        A rank that leaves the block early takes part in the others' reductions with zeros until all have left; the mean
+        is over the ranks that still run. Then all get the model of those that ran last; optimizer states stay as
+        they are. One more all_reduce a step, of a number for each rank. Every forward pass in the block with gradients
+        on and outside ``no_sync`` needs a backward pass.
+
+        Only the reductions of this object are taken part in. Calls of your own in the block, ``global_mean`` among
+        them, wait for ranks that have left: for a weighted mean give those ranks batches of no tokens instead.
+        """
+        self._is_joining = True
+        try:
+            yield
+            while running := self._who_runs(False):
+                self._running = running
+                self._take_part()
+            if len(self._running) < self.num_ranks:
+                self._send_model(group_src=self._running[0])
+        finally:
+            self._is_joining, self._running = False, list(range(self.num_ranks))
+
+    def _who_runs(self, i_do):
+        """Ranks of the group that have a batch for this step."""
+        mine = [i_do and position == dist.get_rank(self.group) for position in range(self.num_ranks)]
+        return [position for position, runs in enumerate(self._on_any_rank(mine)) if runs]
+
+    def _take_part(self):
+        """The calls of one step of the others, with nothing to add."""
+        self._send_buffers()
+        for bucket in self.buckets:
+            bucket.flat.zero_()
+            self._works.append(dist.all_reduce(bucket.flat, group=self.group, async_op=True))
+        if self.find_unused_parameters:
+            self._on_any_rank([False for bucket in self.buckets for _ in bucket.tensors])
+        self._wait()
+
+    # words
+
+    def _names(self, parameters):
+        names = [name for name, p in self.module.named_parameters() if any(p is other for other in parameters)]
+        more = f" and {len(names) - _NUM_NAMES} more" if len(names) > _NUM_NAMES else ""
+        return ", ".join(names[:_NUM_NAMES]) + more
+
+    def _unused_text(self, unused):
+        count = sum(len(bucket.tensors) for bucket in self.buckets)
+        return (f"rank {dist.get_rank()}: {len(unused)} of {count} parameters have no gradient after backward: "
+                f"{self._names(unused)}. The other ranks would wait for them. Use every parameter in the loss, set "
+                "requires_grad=False before wrapping for what is not trained, or pass find_unused_parameters=True. "
+                "(With torch.utils.checkpoint: use_reentrant=False)")
+
+
+def _call(reference, bucket, position, _parameter):
+    """The hook of a parameter."""
+    ddp = reference()
+    if ddp is not None and ddp._is_syncing:
+        ddp._gradient_is_there(bucket, position)
+
+
+def _is_dry(group):
+    """Whether this is a dry recording: tensors have no values to look at, and one rank stands for all."""
+    return dist.get_backend(group) == "fake"
+
+
+def _refuse_different_models(module, group):
+    """Compare names, shapes, dtypes and requires_grad over the ranks; on every rank the same error."""
+    if _is_dry(group):
+        return
+    trains = lambda t: "trainable" if t.requires_grad else "not trainable"
+    describe = lambda t: f"{str(t.dtype).removeprefix('torch.')} {list(t.shape)}, {trains(t)}"
+    mine = [(name, describe(t)) for name, t in [*module.named_parameters(), *module.named_buffers()]]
+    models = [None] * dist.get_world_size(group)
+    dist.all_gather_object(models, mine, group=group)
+    nothing, ranks = ("nothing more", ""), dist.get_process_group_ranks(group or dist.group.WORLD)
+    for rank, other in zip(ranks, models):
+        for position in range(max(len(models[0]), len(other))):
+            first, theirs = (m[position] if position < len(m) else nothing for m in (models[0], other))
+            if first != theirs:
+                raise ConfigError(f"rank {rank} has another model than rank {ranks[0]}. The first difference: rank "
+                                  f"{ranks[0]} has {' '.join(first)}; rank {rank} has {' '.join(theirs)}. "
+                                  "Build the same model on every rank; only its values may differ")
+
+
+def global_mean(loss_sum: torch.Tensor, num_tokens, group=None) -> torch.Tensor:
+    """A loss whose gradient, after data parallel's mean over the ranks, is that of the mean over all ranks' tokens.
+
+    Ranks with different numbers of tokens must not average their means: a rank with one token would count as much as a
+    rank with a thousand. The sum over all ranks is divided by the tokens of all ranks instead. One all_reduce of one
+    number; nothing is sent in backward.
+
+    Args:
+        loss_sum: The loss summed over this rank's tokens, a scalar; 0 (from the model's output) without any.
+        num_tokens: Tokens on this rank (count or integer tensor). With accumulation: of all micro-batches of the step,
+            the same number for each of them.
+        group: The ranks that average; None for all.
+
+    Returns:
+        n * loss_sum / (tokens of all n ranks): averaged over the ranks it is the mean over all tokens. 0 if no rank has
+        any token.
+
+    Example: one token with loss 1 x on rank 0, three with 5 x each on rank 1: the gradient is 4, where the mean of
+        their means says 3
+        >>> global_mean(15 * x, 3).backward()                # on rank 1                   # doctest: +SKIP
+    """
+    total = torch.as_tensor(num_tokens, device=loss_sum.device).detach().clone()
+    dist.all_reduce(total, group=group)
+    return loss_sum * dist.get_world_size(group) / total.clamp(min=1)
