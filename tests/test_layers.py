@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 
 PACKAGE = Path(__file__).resolve().parents[1] / "dtlab"
-PURE = {"errors", "machine", "notes", "shell", "ledger_table", "topology"}
+PURE = {"errors", "validate", "machine", "notes", "shell", "ledger_table", "topology"}
 PURE |= {"theory", "schedules", "simulate", "planner", "scaling"}
 TOP = {"cli", "widgets", "checks"}  # nothing imports these
 TECHNIQUES_MAY_SHARE = {"collectives", "shared"}
