@@ -20,7 +20,7 @@ def twin(pictures, titles, *, caption):
     """
     sizes = [_size(picture) for picture in pictures]
     beside = sum(width for width, _ in sizes) + _GAP * (len(sizes) - 1) <= _WIDTH
-    lines = textwrap.wrap(caption, 96)
+    lines = textwrap.wrap(caption, 76)
     parts = [label(0, 14 + _LINE * number, words, size=13, weight="bold") for number, words in enumerate(lines)]
     x, y, bottom = 0, _LINE * len(lines) + 8, 0
     for picture, title, (width, height) in zip(pictures, titles, sizes):

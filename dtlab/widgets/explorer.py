@@ -10,7 +10,7 @@ from dtlab import shell
 from dtlab.errors import ConfigError
 from dtlab.plots.twin import twin
 
-_PICTURE = ('<div class="dtlab-picture" style="width: calc({width}px * var(--dtlab-zoom, 1)); max-width: 100%">{svg}</div>'
+_PICTURE = ('<div style="width: calc({width}px * var(--dtlab-zoom, 1)); max-width: 100%">{svg}</div>'
             '<p aria-live="polite" style="min-height: 4.5em; line-height: 1.5; white-space: pre-line">{text}</p>')
 _FULL = {"width": "100%", "max_width": "none"}
 
@@ -134,6 +134,64 @@ class Explorer:
                 raise ConfigError(f"{name}={value!r} is not legal here; legal: {', '.join(map(repr, legal))}")
             values[name] = legal[legal.index(value)] if value in legal else legal[-1]
         return {name: values[name] for name in self.controls}
+
+
+class Tabs:
+    """Explorers behind tabs, driven as one: ``tab`` is a further control.
+
+    Args:
+        explorers: name of the tab -> Explorer.
+    """
+
+    def __init__(self, explorers):
+        self.explorers, self.tab, self._box = explorers, next(iter(explorers)), None
+
+    def set(self, tab=None, **degrees):
+        """Change to a tab, or stay; then as ``Explorer.set`` there.
+
+        Raises:
+            ConfigError: no such tab, no such control there, or a value it does not have.
+        """
+        tab = self.tab if tab is None else tab
+        if tab not in self.explorers:
+            raise ConfigError(f"there is no tab {tab!r}; there are {', '.join(self.explorers)}")
+        self.explorers[tab].set(**degrees)
+        self.tab = tab
+        if self._box is not None:
+            self._box.selected_index = list(self.explorers).index(tab)
+        return self
+
+    @property
+    def values(self):
+        """The tab, its controls' values and the numbers it shows."""
+        return {"tab": self.tab, **self.explorers[self.tab].values}
+
+    @property
+    def svg(self):
+        """The picture of the tab as it stands now."""
+        return self.explorers[self.tab].svg
+
+    def twin(self):
+        """The twins of all tabs, one above the other."""
+        names = ", ".join(self.explorers)
+        return twin([explorer.twin() for explorer in self.explorers.values()], list(self.explorers), caption=names)
+
+    def view(self):
+        """The widgets, made when first asked for."""
+        if self._box is None:
+            import ipywidgets
+
+            views = [explorer.view() for explorer in self.explorers.values()]
+            self._box = ipywidgets.Tab(views, titles=tuple(self.explorers), layout=_FULL)
+            self._box.selected_index = list(self.explorers).index(self.tab)
+            self._box.observe(lambda change: self.set(tab=list(self.explorers)[change["new"] or 0]), "selected_index")
+        return self._box
+
+    def __repr__(self):
+        return repr(self.explorers[self.tab])
+
+    def _repr_mimebundle_(self, include=None, exclude=None):
+        return bundle(self)
 
 
 def bundle(explorer):
