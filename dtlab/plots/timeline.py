@@ -4,7 +4,8 @@ from math import ceil, floor, log10
 from zlib import crc32
 
 from dtlab.plots.svg import COLOURS, document, label, line
-from dtlab.simulate.timeline import rows
+from dtlab.simulate.boxes import rows
+from dtlab.simulate.timeline import unit_of
 
 _WIDTH, _RIGHT = 650, 12
 _COMPUTE, _CHANNEL, _THIN, _GAP, _MOST_ROWS = 30, 18, 8, 8, 4  # heights of rows, space between ranks
@@ -16,7 +17,7 @@ _LOOKS = {  # kind -> letter, colour, words of the legend
     "optimizer": ("O", COLOURS["optimizer"], "optimizer"),
     "compute": ("X", "#E4E4E4", "other compute"),
     "communication": ("C", COLOURS["communication"], "communication"),
-    "idle": ("", None, "waiting"),
+    "idle": ("", None, "idle"),
 }
 
 
@@ -140,18 +141,14 @@ def _legend(kinds, hatch):
     return parts, y + 32
 
 
-def _unit(time_s):
-    return next(((name, size) for name, size in (("s", 1), ("ms", 1e-3)) if time_s >= size), ("us", 1e-6))
-
-
 def _time(time_s):
-    name, size = _unit(time_s)
+    name, size = unit_of(time_s)
     return f"{time_s / size:.3g} {name}"
 
 
 def _axis(left, y, total_s, scale):
     """Ticks at 1, 2 or 5 times a power of ten."""
-    name, size = _unit(total_s)
+    name, size = unit_of(total_s)
     total = total_s / size or 1
     power = 10 ** floor(log10(total / 4))
     step = power * max((factor for factor in (1, 2, 5) if factor * power <= total / 4), default=1)

@@ -84,13 +84,14 @@ class Recording:
         ranks: the recorded ranks, ascending.
         results: what the recorded function returned, by rank order; None where it is not known.
         meta: ``dry`` and whatever else the recorder noted.
+        prepared: what ``replay`` keeps of the events; None it to replay changed ones.
     """
 
     def __init__(self, events, *, world_size=None, results=None, meta=None):
         self.events = {rank: events[rank] for rank in sorted(events)}
         self.ranks = list(self.events)
         self.world_size = world_size if world_size is not None else max(self.ranks, default=-1) + 1
-        self.results, self.meta = results, dict(meta or {})
+        self.results, self.meta, self.prepared = results, dict(meta or {}), None
 
     def __repr__(self):
         count = sum(map(len, self.events.values()))

@@ -7,7 +7,7 @@ from hand_made import GROUP, call, compute, one_f_one_b, phase, two_ranks
 
 from dtlab.errors import ConfigError
 from dtlab.simulate import Box, Event, Lane, Recording, Timeline
-from dtlab.simulate.timeline import rows
+from dtlab.simulate.boxes import rows
 
 
 def on(timeline, rank, channel=""):
@@ -138,10 +138,10 @@ def test_a_dry_recording_has_no_timeline(tmp_path):
 
 def test_text_says_what_the_picture_shows():
     assert repr(two_ranks().timeline()).splitlines() == [
-        "Timeline: 6000 ms",
-        "rank 0: forward 1000 ms, backward 3000 ms, optimizer 1000 ms, communication 2000 ms, idle 1000 ms",
-        "rank 1: forward 1000 ms, backward 2000 ms, optimizer 1000 ms, communication 3000 ms, idle 2000 ms"]
-    assert repr(Recording({}).timeline()) == "Timeline: 0 ms"
+        "Timeline: 6 s",
+        "rank 0: forward 1 + backward 3 + optimizer 1 + idle 1 = 6 s; communication: exposed 1 + hidden 1 = 2 s",
+        "rank 1: forward 1 + backward 2 + optimizer 1 + idle 2 = 6 s; communication: exposed 2 + hidden 1 = 3 s"]
+    assert repr(Recording({}).timeline()) == "Timeline: 0 us"
 
 
 def test_rows_keep_what_is_under_way_at_once_apart():
