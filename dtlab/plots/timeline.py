@@ -1,8 +1,10 @@
 """Timelines: a lane per rank and per channel, a box per phase, with the micro-batch's number in it."""
+from array import array
 from html import escape
 from math import ceil, floor, log10
 from zlib import crc32
 
+from dtlab.errors import ConfigError
 from dtlab.plots.svg import COLOURS, document, label, line
 from dtlab.simulate.boxes import rows
 from dtlab.simulate.timeline import unit_of
@@ -21,7 +23,7 @@ _LOOKS = {  # kind -> letter, colour, words of the legend
 }
 
 
-def timeline(source, *, ranks=None, communication=True):
+def timeline(source, *, ranks=None, communication=True, until_s=None):
     """Draw a recording's or a simulation's timeline.
 
     What is shorter than half a unit of the picture's 650 is drawn by what fills most of that half; compute boxes of one
@@ -31,33 +33,39 @@ def timeline(source, *, ranks=None, communication=True):
         source: a ``Timeline``, or a live recording.
         ranks: the ranks to draw; all if not given.
         communication: draw the lanes of communication as well.
+        until_s: how much time the picture's width stands for (seconds), so that pictures under each other have one
+            scale; the step time if not given.
 
     Returns:
         Svg.
 
     Raises:
-        ConfigError: a dry recording: it has no times.
+        ConfigError: a dry recording: it has no times; or ``until_s`` is shorter than the step.
     """
     timeline = source.timeline() if hasattr(source, "events") else source
+    until_s = timeline.step_time_s if until_s is None else until_s
+    if until_s < timeline.step_time_s:
+        raise ConfigError(f"until_s ({until_s} s) must be at least the step time ({timeline.step_time_s} s)")
     boxes = [box for box in timeline.boxes
              if (ranks is None or box.lane.rank in ranks) and (communication or not box.lane.channel)]
     lanes = {}
     for box in boxes:
         lanes.setdefault(box.lane, []).append(box)
     left = 112 if any(lane.channel for lane in lanes) else 66
-    scale = (_WIDTH - left - _RIGHT) / (timeline.step_time_s or 1)
-    hatch = f"idle-{crc32(repr(boxes).encode()):08x}"  # its own name in a page of many pictures
+    scale = (_WIDTH - left - _RIGHT) / (until_s or 1)
+    times = array("d", [time_s for box in boxes for time_s in (box.start_s, box.end_s)])
+    hatch = f"idle-{crc32(times.tobytes()):08x}"  # its own name in a page of many pictures
     parts, y = _legend({box.kind for box in boxes}, hatch)
     rank = None
     for lane, its in lanes.items():
         y += _GAP if rank not in (None, lane.rank) else 0
         rank, height = lane.rank, _CHANNEL if lane.channel else _COMPUTE
         parts.append(_name(lane, left - 6, y + height / 2 + 5))
-        for row in _rows(lane, its):
+        for row, apart in _rows(lane, its):
             parts += [_box(left + x, y, end - x, height - 3, joined, hatch)
-                      for x, end, *joined in _drawn(row, timeline.start_s, scale)]
+                      for x, end, *joined in _drawn(row, timeline.start_s, scale, apart)]
             y, height = y + height, _THIN
-    parts += _axis(left, y, timeline.step_time_s, scale)
+    parts += _axis(left, y, until_s, scale)
     title = f"Timeline of {len({lane.rank for lane in lanes})} ranks, {_time(timeline.step_time_s)}"
     return document([_pattern(hatch), *parts], width=_WIDTH, height=y + 44, title=title, text=repr(timeline))
 
@@ -70,29 +78,43 @@ def _name(lane, x, y):
 
 
 def _rows(lane, boxes):
-    """The boxes by row: a channel has one per call under way at once, thin after the first; what is too many share."""
+    """The boxes by row: a channel has one per call under way at once, thin after the first; what is too many share.
+
+    Yields ``(boxes, whether they are apart)``.
+    """
     packed = rows(boxes) if lane.channel else [boxes]
-    return packed if len(packed) <= _MOST_ROWS else [*packed[:_MOST_ROWS - 1], sum(packed[_MOST_ROWS - 1:], [])]
+    most = len(packed) if len(packed) <= _MOST_ROWS else _MOST_ROWS - 1
+    yield from ((row, True) for row in packed[:most])
+    if packed[most:]:
+        yield sum(packed[most:], []), False
 
 
-def _drawn(boxes, start_s, scale):
+def _drawn(boxes, start_s, scale, apart):
     """``[(x, end, first, last), ...]``: a column shows the box that fills most of it; runs of one look are joined."""
-    columns = {}
+    looks, runs = {}, []  # column -> look -> (filled, first, last); [column, end, look, first, last]
     for number, box in enumerate(boxes):
-        left, right = ((time_s - start_s) * scale / _COLUMN for time_s in (box.start_s, box.end_s))
+        left, right = (box.start_s - start_s) * scale / _COLUMN, (box.end_s - start_s) * scale / _COLUMN
         of_its_own = number if box.kind == "communication" and right - left > 4 else -1
         key = box.kind, box.label, box.text, of_its_own
-        for column in range(floor(left), max(ceil(right), floor(left) + 1)):
-            filled, first, _ = columns.setdefault(column, {}).get(key, (0, box, box))
-            columns[column][key] = filled + min(right, column + 1) - max(left, column), first, box
-    runs = []
-    for column, looks in sorted(columns.items()):
-        key = max(looks, key=lambda key: looks[key][0])
-        if runs and runs[-1][:2] == [key, column]:
-            runs[-1][1], runs[-1][4] = column + 1, looks[key][2]
+        begin, end = floor(left), max(ceil(right), floor(left) + 1)
+        columns = range(begin, end)
+        if apart and end - begin > 2:  # nobody else is on the columns in between
+            runs.append([begin + 1, end - 1, key, box, box])
+            columns = begin, end - 1
+        for column in columns:
+            its = looks.setdefault(column, {})
+            filled, first, _ = its.get(key, (0, box, box))
+            its[key] = filled + min(right, column + 1) - max(left, column), first, box
+    for column, its in looks.items():
+        key = max(its, key=lambda key: its[key][0]) if len(its) > 1 else next(iter(its))
+        runs.append([column, column + 1, key, *its[key][1:]])
+    joined = []
+    for run in sorted(runs, key=lambda run: run[0]):
+        if joined and (joined[-1][2], joined[-1][1]) == (run[2], run[0]):
+            joined[-1][1], joined[-1][4] = run[1], run[4]
         else:
-            runs.append([key, column + 1, column, *looks[key][1:]])
-    return [(begin * _COLUMN, end * _COLUMN, first, last) for _, end, begin, first, last in runs]
+            joined.append(run)
+    return [(begin * _COLUMN, end * _COLUMN, first, last) for begin, end, _, first, last in joined]
 
 
 def _box(x, y, width, height, boxes, hatch):

@@ -8,7 +8,8 @@ number ``action``, wait for it if it is ``~action``, or go on if it is None. The
 - A transfer takes its latency, then its transfer time at the full rate of its *links*. Of k that are on a link at once
   each gets 1/k of it (over several links: of the fullest), reckoned anew whenever one comes or goes. Latency is not
   shared.
-- A rank computes on a device of its own; with ``cores``, of more ranks than cores each that runs gets an equal part.
+- A rank computes on a device of its own; with ``cores``, of more ranks than cores each that runs gets an equal part,
+  and a step that is asleep takes none.
 - What happens at one time goes by number: ranks ascending, transfers as listed. Nothing depends on the clock or on the
   order in which ranks are given.
 
@@ -21,7 +22,7 @@ from typing import NamedTuple
 
 from dtlab.errors import ConfigError
 
-_END, _FLOW, _READY = range(3)  # events of a transfer; of several at one time ends come first
+_END, _FLOW, _READY, _WAKE = range(4)  # events of a transfer, and of a rank; of several at one time ends come first
 
 
 class Transfer(NamedTuple):
@@ -60,13 +61,14 @@ class Run:
         self.moved, self.called = [None] * len(transfers), [None] * len(transfers)
 
 
-def simulate(programs, transfers, *, cores=None):
+def simulate(programs, transfers, *, cores=None, asleep=None):
     """Run programs, one a rank.
 
     Args:
         programs: rank -> ``[(seconds, action), ...]``; the module's docstring says what an action is.
         transfers: list of ``Transfer``; an action is a place in it. Each member starts it once.
         cores: how many ranks can compute at once; None: all of them.
+        asleep: rank -> places of the steps that need no core.
 
     Returns:
         Run.
@@ -80,13 +82,13 @@ def simulate(programs, transfers, *, cores=None):
         >>> run.moved, run.end_s
         ([(3.0, 6.0)], {0: 3.0, 1: 10.0})
     """
-    engine = _Engine({rank: programs[rank] for rank in sorted(programs)}, transfers, cores)
+    engine = _Engine({rank: programs[rank] for rank in sorted(programs)}, transfers, cores, asleep or {})
     engine.go()
     return engine.run
 
 
 class _Engine:
-    def __init__(self, programs, transfers, cores):
+    def __init__(self, programs, transfers, cores, asleep):
         self.programs, self.transfers, self.run = programs, transfers, Run(programs, transfers)
         self.at = dict.fromkeys(programs, 0)  # rank -> the step it is at
         self.missing = [sum(member in programs for member in t.members) for t in transfers]
@@ -99,6 +101,7 @@ class _Engine:
         self.events = []  # (time, what, transfer, version)
         self.todo = deque((rank, 0.0) for rank in programs)  # (rank, time) that can go on
         self.cores = cores if cores is not None and cores < len(programs) else None
+        self.asleep = asleep
         self.runs = []  # on shared cores: (work at its end, rank)
         self.work, self.work_at = 0.0, 0.0  # seconds of work that a rank running since 0 has done, and when
 
@@ -114,6 +117,8 @@ class _Engine:
                     self.queue(transfer, now)
                 elif what == _FLOW:
                     self.flow(transfer, now)
+                elif what == _WAKE:
+                    self.todo.append((transfer, now))
                 elif transfer in self.flows and self.flows[transfer][3] == version:
                     self.leave(transfer, now)
         if self.sleepers:
@@ -130,7 +135,10 @@ class _Engine:
                     clock += seconds
                 elif seconds > 0:
                     self.at[rank] = at
-                    self.start_run(rank, seconds, clock)
+                    if at in self.asleep.get(rank, ()):
+                        heappush(self.events, (clock + seconds, _WAKE, rank, 0))
+                    else:
+                        self.start_run(rank, seconds, clock)
                     return
             ended.append(clock)
             if action is None:
