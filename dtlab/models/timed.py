@@ -1,10 +1,9 @@
 """A layer that waits instead of computing: ranks do not fight for cores, so the real clock shows true idle time."""
-import time
-
 import torch
 from torch import nn
 
 from dtlab.errors import ConfigError
+from dtlab.record.recorder import sleep
 from dtlab.validate import at_least
 
 
@@ -14,12 +13,12 @@ class _Wait(torch.autograd.Function):
     @staticmethod
     def forward(ctx, x, payload, forward_s, backward_s):
         ctx.backward_s, ctx.payload_shape = backward_s, payload.shape
-        time.sleep(forward_s)
+        sleep(forward_s)
         return x.view_as(x)
 
     @staticmethod
     def backward(ctx, grad):
-        time.sleep(ctx.backward_s)
+        sleep(ctx.backward_s)
         # expand() would give one number n times; a gradient that is sent needs its own memory
         payload_grad = grad.sum().expand(ctx.payload_shape).contiguous() if ctx.needs_input_grad[1] else None
         return grad, payload_grad, None, None

@@ -112,14 +112,15 @@ class Recorder(TorchDispatchMode):
         """Seconds since the recording began; 0 in a dry one."""
         return 0.0 if self.fake_mode is not None else time.perf_counter() - self._began
 
-    def add(self, kind, op, started, *, bytes=0, wire_bytes=0.0, call=("", "", -1, -1, 0), reads=(), writes=()):
-        """Append an event of communication that began at ``started`` (perf_counter) and ends now."""
+    def add(self, kind, op, started, *, bytes=0, wire_bytes=0.0, call=("", "", -1, -1, 0), reads=(), writes=(),
+            differentiable=False):
+        """Append an event of communication, or a sleep, that began at ``started`` (perf_counter) and ends now."""
         _, group, seq, peer, tag = call
         end = self.now()
         start = min(end, max(0.0, started - self._began)) if self.fake_mode is None else 0.0
         self.last_end = time.perf_counter()
         self.rows.append((kind, op, start, end, 0.0, 0, bytes, wire_bytes, group, seq, peer, tag, reads, writes, -1, "",
-                          self._where(sys._getframe(1)), self._phase(False)))  # fmt: skip
+                          self._where(sys._getframe(1)), self._phase(differentiable)))  # fmt: skip
 
     def _phase(self, differentiable):
         if self.phase:
@@ -341,6 +342,14 @@ def phase(name, **labels):
     finally:
         recorder.add("phase", name, started)
         recorder.phase = outer
+
+
+def sleep(seconds):
+    """``time.sleep``, recorded as an operation that takes time but no core; for layers that imitate work."""
+    started = time.perf_counter()
+    time.sleep(seconds)
+    if current is not None:
+        current.add("compute", "sleep", started, differentiable=True)
 
 
 def tag(tensor, category):

@@ -180,8 +180,8 @@ class Hardware:
         """Seconds that operations take on one device; numbers or arrays of one shape.
 
         ``op_overhead_s`` plus the roofline: the longer of flops / (peak_flops gemm_efficiency) and bytes /
-        (memory_bandwidth memory_efficiency). Where ranks share cores, a measured ``cpu_s`` above 0 takes the
-        roofline's place: the cores are those it was measured on.
+        (memory_bandwidth memory_efficiency). Where ranks share cores, a measured ``cpu_s`` above 0 counts instead:
+        the cores are those it was measured on.
 
         Args:
             flops, bytes: of each operation, as in ``Event``.
@@ -191,9 +191,8 @@ class Hardware:
         """
         seconds = np.maximum(np.asarray(flops) / (self.peak_flops * self.gemm_efficiency),
                              np.asarray(bytes) / (self.memory_bandwidth_bytes_per_s * self.memory_efficiency))
-        if self.cores is not None:
-            seconds = np.where(np.asarray(cpu_s) > 0, cpu_s, seconds)
-        return seconds + self.op_overhead_s
+        seconds = seconds + self.op_overhead_s
+        return seconds if self.cores is None else np.where(np.asarray(cpu_s) > 0, cpu_s, seconds)
 
     def collective_s(self, op, tensor_bytes, ranks, algorithm=None):
         """Seconds of a collective among ``ranks`` (global), once all of them have called it.

@@ -1,0 +1,137 @@
+"""This machine as ``Hardware``: speed of one rank and of gloo's (NCCL's) calls, measured on live ranks.
+
+**What a replay on it counts, and what not.** An operation of a live recording takes its thread-CPU time, and ranks take
+turns on the cores; a sleep takes its time and no core. Python between operators is in no event; what the recorder adds
+to ``cpu_s`` of each is about as much, so neither is corrected: on steps of a GPT the two differ by a few percent, where
+operators take a few microseconds the replay is some 40 % too slow. A dry recording has FLOPs and bytes only: roofline
+plus the overhead of an operator, measured on a step that has hardly any work.
+"""
+import statistics
+import time
+
+import numpy as np
+import torch
+import torch.distributed as dist
+
+from dtlab import machine
+from dtlab.simulate.hardware import Hardware
+from dtlab.theory import Link
+
+_SIZES = (4096, 2**16, 2**20, 2**22)  # bytes of the full buffer
+_ROUNDS, _CALLS = 9, 3  # medians over rounds in which everything takes its turn; calls in a row
+_DEFAULT_RANKS = 4
+_measured = {}  # number of ranks -> Hardware, once a process
+
+
+def calibrate(ranks=None):
+    """See ``Hardware.calibrate``."""
+    from dtlab.ranks import current_ranks, launch
+
+    ranks = ranks or current_ranks()
+    size = len(ranks) if ranks else _DEFAULT_RANKS
+    if size not in _measured:
+        if ranks:
+            _measured[size] = _measure(ranks)
+        else:
+            with launch(size) as ranks:
+                _measured[size] = _measure(ranks)
+    return _measured[size]
+
+
+def _measure(ranks):
+    size = len(ranks)
+    flops, gemm_efficiency, bandwidth, overhead_s = ranks.run(_time_compute, ranks=[0], guard=False)[0]
+    times = np.max(ranks.run(_time_calls, guard=False), axis=0) if size > 1 else []  # of the slowest rank
+    terms = {name: _alpha_beta(row) for name, row in zip(_calls(size), times)}
+    latency_s, seconds_per_byte = terms.pop("message", (0.0, 1e-12))  # one rank sends nothing
+    link = Link("messages", 1 / seconds_per_byte, latency_s, "measured: from rank 0 to rank 1, in memory")
+    return Hardware(
+        name="this machine", num_devices=size, node_size=size, cores=machine.usable_cores(), peak_flops=flops,
+        memory_bytes=machine.memory_total_bytes() / size, memory_bandwidth_bytes_per_s=bandwidth, inside=link,
+        between=link, gemm_efficiency=gemm_efficiency, memory_efficiency=1.0, op_overhead_s=overhead_s,
+        measured=tuple((name, size, *pair) for name, pair in terms.items()), source="Hardware.calibrate()",
+    )  # fmt: skip
+
+
+def _alpha_beta(seconds):
+    """Latency and seconds per byte, by least squares of the relative errors; both above 0."""
+    sizes = np.array(_SIZES, dtype=float)
+    (latency_s, per_byte), *_ = np.linalg.lstsq(np.stack([1 / seconds, sizes / seconds], 1), np.ones(len(sizes)))
+    return float(max(latency_s, min(seconds) / 10)), float(max(per_byte, 1e-13))
+
+
+# On the ranks.
+
+def _median_cpu_s(call, times=9):
+    """Thread-CPU seconds of a call: what else runs on the machine does not count."""
+    call()
+    samples = []
+    for _ in range(times):
+        began = time.thread_time()
+        call()
+        samples.append(time.thread_time() - began)
+    return max(statistics.median(samples), 1e-9)
+
+
+def _time_compute(device="cpu"):
+    """``(best GEMM FLOP/s, share of it in a lesson's size, bytes/s, seconds an operator costs)`` of this rank."""
+    rates = []
+    for m, k, n in ((512, 192, 768), (256, 256, 256), (512, 512, 512)):  # the first: a layer of the lessons' GPT
+        a, b = torch.ones(m, k, device=device), torch.ones(k, n, device=device)
+        rates.append(2 * m * k * n / _median_cpu_s(lambda a=a, b=b: a @ b))
+    x, out = torch.ones(2, 2**22, device=device), torch.empty(2**22, device=device)
+    bandwidth = 3 * out.nbytes / _median_cpu_s(lambda: torch.add(x[0], x[1], out=out), 5)
+    return max(rates), rates[0] / max(rates), bandwidth, _operator_s(device)
+
+
+def _operator_s(device):
+    """Seconds an operator of a training step costs where its work is next to nothing."""
+    from dtlab.record import recorder
+
+    model = torch.nn.Sequential(*[torch.nn.Linear(4, 4, device=device) for _ in range(8)])
+    optimizer, x = torch.optim.SGD(model.parameters(), lr=0.1), torch.ones(1, 4, device=device)
+
+    def step():
+        optimizer.zero_grad()
+        model(x).sum().backward()
+        optimizer.step()
+
+    seconds = _median_cpu_s(step, 20)
+    _, rows, *_ = recorder.record(step, ())
+    return seconds / sum(row[0] == "compute" for row in rows)
+
+
+def _calls(size):
+    """Name -> a call on ``(full buffer, a chunk of it)``; ``"message"`` goes from rank 0 to rank 1."""
+    reduce_scatter = getattr(dist, "reduce_scatter_single", None) or dist.reduce_scatter_tensor  # its older name
+
+    def message(full, chunk):
+        if dist.get_rank() < 2:
+            (dist.recv if dist.get_rank() else dist.send)(full, 1 - dist.get_rank())
+
+    return {
+        "message": message,
+        "all_reduce": lambda full, chunk: dist.all_reduce(full),
+        "all_gather": lambda full, chunk: dist.all_gather(list(full.chunk(size)), chunk),
+        "reduce_scatter": lambda full, chunk: reduce_scatter(chunk, full),
+        "broadcast": lambda full, chunk: dist.broadcast(full, 0),
+        "barrier": lambda full, chunk: dist.barrier(),
+    }
+
+
+def _time_calls(device="cpu"):
+    """Median seconds of each call and size on this rank, an array [calls, sizes]; all take turns in each round."""
+    size = dist.get_world_size()
+    buffers = [torch.zeros(num_bytes // 4 // size * size, device=device) for num_bytes in _SIZES]
+    samples = []
+    for _ in range(_ROUNDS):
+        samples.append([])
+        for call in _calls(size).values():
+            for full in buffers:
+                chunk = torch.zeros(len(full) // size, device=device)
+                dist.barrier()
+                began = time.perf_counter()
+                for _ in range(_CALLS):
+                    call(full, chunk)
+                samples[-1].append((time.perf_counter() - began) / _CALLS)
+    return np.median(samples, axis=0).reshape(-1, len(_SIZES))
