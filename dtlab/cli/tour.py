@@ -16,7 +16,7 @@ import torch.distributed as dist
 from torch.nn.parallel import DistributedDataParallel
 
 import dtlab
-from dtlab import machine
+from dtlab import machine, parallel
 from dtlab.data import batches, shard_batch, text_bytes
 from dtlab.errors import RankError
 from dtlab.models import GPT, GPTConfig, cross_entropy, num_params
@@ -114,17 +114,27 @@ def data_parallel(job: Job) -> Trained:
     return train(job, model, step)
 
 
+def data_parallel_in_buckets(job: Job) -> Trained:
+    """Ours: gradients are sent in buckets while backward still runs."""
+    return with_replica(job, parallel.DistributedDataParallel)
+
+
 def torch_data_parallel(job: Job) -> Trained:
     """The real system: torch's DistributedDataParallel."""
+    return with_replica(job, DistributedDataParallel)
+
+
+def with_replica(job: Job, wrap: Callable) -> Trained:
+    """Train through a wrapper that averages gradients over the ranks during backward."""
     model = job.model()
-    replica = DistributedDataParallel(model)
+    replica = wrap(model)
     optimizer = job.optimizer(model)
 
     def step(inputs, targets):
         inputs, targets = shard_batch((inputs, targets), dist.get_rank(), dist.get_world_size())
         loss = job.loss(replica(inputs), targets)
         optimizer.zero_grad()
-        (loss * dist.get_world_size()).backward()  # Subtle: DDP averages over the ranks, our shares add up
+        (loss * dist.get_world_size()).backward()  # Subtle: it averages over the ranks, our shares add up
         optimizer.step()
         return add_over_ranks(loss)
 
@@ -147,6 +157,7 @@ class Technique(NamedTuple):
 
 TECHNIQUES = [
     Technique("data parallel, by hand", data_parallel),
+    Technique("data parallel in buckets", data_parallel_in_buckets),
     Technique("torch DistributedDataParallel", torch_data_parallel),
 ]
 

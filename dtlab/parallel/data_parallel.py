@@ -19,6 +19,7 @@ from torch import nn
 
 from dtlab.errors import ConfigError
 from dtlab.parallel.shared import Bucket, broadcast_tensors, split_by_bytes
+from dtlab.record import tag
 from dtlab.validate import at_least
 
 _NUM_NAMES = 5  # parameters that an error names
@@ -71,10 +72,12 @@ class DistributedDataParallel(nn.Module):
         if not trainable:
             raise ConfigError("module has no parameter that requires a gradient: there is nothing to average")
         self.buckets = [Bucket(part) for part in split_by_bytes(reversed(trainable), bucket_bytes)]
+        for bucket in self.buckets:
+            tag(bucket.flat, "grads")
         self._is_syncing, self._is_joining = True, False
         self._running = list(range(self.num_ranks))  # ranks of the group that still have data
         self._works = []  # of the buckets that are on their way, in order
-        self._backward = -1  # autograd's number of the backward pass that fills the buckets
+        self._end_of_pass = None  # weakly, what autograd calls at the end of this backward pass; it dies with the pass
         self._hook_parameters()
 
     def _send_model(self, group_src):
@@ -105,18 +108,23 @@ class DistributedDataParallel(nn.Module):
 
     def _gradient_is_there(self, bucket, position):
         """One gradient is complete: start what is complete with it, always in the order of the buckets."""
-        backward = torch._C._current_graph_task_id()
-        if backward != self._backward:  # the first gradient of this pass; the last pass may have failed
-            self._backward, self._works = backward, []
-            for each in self.buckets:
-                each.ready.clear()
-            torch.autograd.Variable._execution_engine.queue_callback(self._finish)
+        if self._end_of_pass is None or self._end_of_pass() is None:  # no pass is under way, or one that has failed
+            self._begin()
         if position in bucket.ready:
             raise ConfigError(f"{self._names([bucket.tensors[position]])} got a second gradient in one backward pass, "
                               "after the first may have been sent: torch.utils.checkpoint needs use_reentrant=False")
         bucket.ready.add(position)
         while self.overlap and len(self._works) < len(self.buckets) and self.buckets[len(self._works)].is_full():
             self._start_next()
+
+    def _begin(self):
+        """With the first gradient of a backward pass."""
+        self._works = []
+        for bucket in self.buckets:
+            bucket.ready.clear()
+        finish = functools.partial(DistributedDataParallel._finish, self)
+        self._end_of_pass = weakref.ref(finish)
+        torch.autograd.Variable._execution_engine.queue_callback(finish)
 
     def _start_next(self):
         # Subtle: all ranks start the buckets in the same order, whatever the order of their gradients
@@ -127,7 +135,7 @@ class DistributedDataParallel(nn.Module):
 
     def _finish(self):
         """At the end of backward: start what is left, wait for all of it, make sums means."""
-        self._backward = -1
+        self._end_of_pass = None
         parameters = [p for bucket in self.buckets for p in bucket.tensors]
         unused = [p for p in parameters if p.grad is None]
         if unused and not self.find_unused_parameters:
