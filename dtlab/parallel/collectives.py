@@ -52,11 +52,15 @@ def ring_reduce_scatter(tensor: torch.Tensor, group: dist.ProcessGroup | None = 
     rank, size, chunks = _in_chunks(tensor, group)
     right, left = (rank + 1) % size, (rank - 1) % size
     spare = torch.empty_like(chunks[0])  # the longest
+    sending = []
     for step in range(size - 1):
-        mine, theirs = chunks[(rank - step - 1) % size], chunks[(rank - step - 2) % size]
-        received = spare[:len(theirs)]
-        _exchange(mine, right, received, left, group)  # send, c bytes
-        theirs += received
+        chunk, following = chunks[(rank - step - 1) % size], chunks[(rank - step - 2) % size]
+        received = spare[:len(following)]
+        arrival, *departure = _start(chunk, right, received, left, group)  # send, c bytes
+        arrival.wait()
+        following += received
+        sending += departure
+    _wait(sending)  # only now: no chunk is changed after it was sent, so no step needs to wait for it
     return chunks[rank]
 
 
@@ -75,8 +79,13 @@ def ring_all_gather(tensor: torch.Tensor, group: dist.ProcessGroup | None = None
     """
     rank, size, chunks = _in_chunks(tensor, group)
     right, left = (rank + 1) % size, (rank - 1) % size
+    sending = []
     for step in range(size - 1):
-        _exchange(chunks[(rank - step) % size], right, chunks[(rank - step - 1) % size], left, group)  # send, c bytes
+        chunk, following = chunks[(rank - step) % size], chunks[(rank - step - 1) % size]
+        arrival, *departure = _start(chunk, right, following, left, group)  # send, c bytes
+        arrival.wait()  # the next step sends it on
+        sending += departure
+    _wait(sending)
 
 
 def ring_all_reduce(tensor: torch.Tensor, group: dist.ProcessGroup | None = None) -> None:
@@ -242,11 +251,23 @@ def _in_chunks(tensor, group) -> tuple[int, int, list[torch.Tensor]]:
     return rank, size, [flat[start:end] for start, end in chunk_bounds(len(flat), size)]
 
 
-def _exchange(sent, destination, received, source, group):
-    """Send one tensor while another one arrives. Both are handed over before either is awaited, so nobody blocks."""
-    works = dist.batch_isend_irecv([
+def _exchange(sent, destination, received, source, group) -> None:
+    """Send one tensor while another one arrives."""
+    _wait(_start(sent, destination, received, source, group))
+
+
+def _start(sent, destination, received, source, group) -> list:
+    """Hand over a receive and a send; their handles, in this order (NCCL gives one for both).
+
+    Both stand in one batch, so that nobody waits for a send that its peer is not yet ready for.
+    """
+    return dist.batch_isend_irecv([
         dist.P2POp(dist.irecv, received, group=group, group_peer=source),
         dist.P2POp(dist.isend, sent, group=group, group_peer=destination),
     ])  # fmt: skip
+
+
+def _wait(works) -> None:
+    """Wait for all of some handles."""
     for work in works:
         work.wait()
