@@ -151,7 +151,7 @@ class _Engine:
                 return
             elif moved[~action][1] > clock:
                 clock = moved[~action][1]
-        self.run.end_s[rank] = clock
+        self.at[rank], self.run.end_s[rank] = len(program), clock
 
     def start(self, transfer, rank, now):
         """A member starts a transfer; the last one makes it ready."""
