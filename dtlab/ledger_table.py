@@ -41,8 +41,8 @@ def ledger(lesson=None, recording=None, formula=None, **measured):
             row["bytes per rank (formula)"] = formula
         _keep(_known(lesson), row)
     rows = [_row(key) for key in sorted(_TEXTS)]
-    table = pandas.DataFrame(rows).set_index("lesson")
-    return table.dropna(axis="columns", how="all").fillna("-")
+    table = pandas.DataFrame(rows, dtype=object).set_index("lesson").dropna(axis="columns", how="all")
+    return table.where(table.notna(), "-")
 
 
 def _known(lesson):
