@@ -46,29 +46,29 @@ def bars(rows, panels, *, marked=None, foot="", title, text):
     Returns:
         Svg, 650 units wide.
     """
-    left = 12 + 7.4 * max(map(len, rows))
+    left = 12 + 8.2 * max(map(len, rows))
     unit = (_WIDTH - left - len(panels) * (_WORDS + 16)) / sum(2 if panel.log else 1 for panel in panels)
     bottom = _TOP + _ROW * len(rows)
-    parts = [label(left - 8, _TOP + _ROW * number + 21, name, anchor="end", size=13,
+    parts = [label(left - 8, _TOP + _ROW * number + 21, name, anchor="end", size=14,
                    weight="bold" if number == marked else "normal") for number, name in enumerate(rows)]
     x = left
     for panel in panels:
         width = unit * (2 if panel.log else 1)
-        parts += [label(x, 16, panel.title, size=13, weight="bold"), *_axis(panel, x, width, bottom)]
+        parts += [label(x, 16, panel.title, size=14, weight="bold"), *_axis(panel, x, width, bottom)]
         for number, (value, said) in enumerate(zip(panel.values, panel.texts)):
             parts += _mark(panel, x, _TOP + _ROW * number, width, value, number == marked)
-            parts.append(label(round(x + width + 14, 1), _TOP + _ROW * number + 21, said, size=13,
+            parts.append(label(round(x + width + 14, 1), _TOP + _ROW * number + 21, said, size=14,
                                weight="bold" if number == marked else "normal"))
-        x += width + _WORDS + 16
-    parts.append(label(4, bottom + 46, foot, size=14, weight="bold"))
-    return document(parts, width=_WIDTH, height=bottom + 58, title=title, text=text)
+        x = round(x + width + _WORDS + 16, 1)
+    parts.append(label(4, bottom + 48, foot, size=15, weight="bold"))
+    return document(parts, width=_WIDTH, height=bottom + 60, title=title, text=text)
 
 
 def _axis(panel, x, width, bottom):
     for value, said in panel.ticks:
         at = round(x + panel.share(value) * width, 1)
         yield line(at, _TOP - 6, at, bottom, stroke="#C8C8C8", width=1)
-        yield label(at, bottom + 16, said, anchor="middle")
+        yield label(at, bottom + 18, said, anchor="middle", size=14)
     yield line(x, _TOP - 6, x, bottom)
 
 

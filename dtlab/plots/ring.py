@@ -7,10 +7,10 @@ from dtlab.plots.svg import COLOURS, arrow, document, label
 
 _WIDTH, _LEFT, _TOP, _TABLE, _WIDEST, _TALLEST = 650, 66, 56, 344, 144, 86
 _LOOKS = {  # state -> fill, text, words of the legend
-    "own": (COLOURS["paper"], COLOURS["outline"], "its own part"),
+    "own": (COLOURS["paper"], COLOURS["outline"], "own part"),
     "partial": ("#B2E2D5", COLOURS["outline"], "partial sum"),
-    "finished": (COLOURS["communication"], COLOURS["outline"], "finished sum"),
-    "passed": (COLOURS["paper"], "#767676", "no more needed"),
+    "finished": (COLOURS["communication"], COLOURS["outline"], "finished"),
+    "passed": (COLOURS["paper"], "#767676", "not needed"),
 }
 
 
@@ -61,7 +61,7 @@ def ring(size, step, *, tensor_bytes):
     wide, tall = min(_WIDEST, (_WIDTH - _LEFT - 4) / size), min(_TALLEST, _TABLE / size)
     parts = _legend()
     for chunk in range(size):
-        parts.append(label(_LEFT + (chunk + 0.5) * wide, _TOP - 10, f"chunk {chunk}", anchor="middle"))
+        parts.append(label(_LEFT + (chunk + 0.5) * wide, _TOP - 10, f"chunk {chunk}", anchor="middle", size=14))
     table = ring_table(size, step)
     for rank, row in enumerate(table):
         middle = _TOP + (rank + 0.5) * tall
@@ -89,9 +89,10 @@ def _legend():
     parts, x = [], 4
     for fill, colour, words in _LOOKS.values():
         parts += [f'<rect x="{x}" y="8" width="26" height="18" fill="{fill}" stroke="{COLOURS["outline"]}"/>',
-                  label(x + 13, 21, "0", anchor="middle", fill=colour, weight="bold"), label(x + 32, 21, words)]
-        x += 50 + 7 * len(words)
-    return [*parts, arrow(x + 2, 17, x + 30, 17, width=3), label(x + 36, 21, "just sent")]
+                  label(x + 13, 22, "0", anchor="middle", size=14, fill=colour, weight="bold"),
+                  label(x + 32, 22, words, size=14)]
+        x += 48 + 8.5 * len(words)
+    return [*parts, arrow(x + 2, 17, x + 30, 17, width=3), label(x + 36, 22, "just sent", size=14)]
 
 
 def _cell(x, y, width, height, terms, state):
@@ -100,11 +101,11 @@ def _cell(x, y, width, height, terms, state):
     parts = [f'<rect x="{x + inset:.1f}" y="{y + inset:.1f}" width="{width - 2 * inset:.1f}" '
              f'height="{height - 2 * inset:.1f}" fill="{fill}" stroke="{COLOURS["outline"]}" '
              f'stroke-width="{1 + inset}"/>']
-    size, most = (14, 4) if width > 110 else (12, 3)  # ranks of a line: fonts differ in width
+    size, most, aside = (14, 4, 0) if width > 110 else (12, 3, 5)  # ranks a line: fonts differ; beside the arrow
     lines = ["+".join(map(str, terms[at:at + most])) for at in range(0, len(terms), most)]
     for number, text in enumerate(lines):
         text += "+" if number + 1 < len(lines) else ""
         below = (number - (len(lines) - 1) / 2) * (size + 2)
-        parts.append(label(f"{x + width / 2 - 5:.1f}", f"{y + height / 2 + 4 + below:.1f}", text, anchor="middle",
+        parts.append(label(f"{x + width / 2 - aside:.1f}", f"{y + height / 2 + 4 + below:.1f}", text, anchor="middle",
                            size=size, weight="bold" if size > 12 and state != "passed" else "normal", fill=colour))
     return parts

@@ -13,8 +13,7 @@ _COURSE_LINK = Link("25 GB/s, 20 us", 25e9, 20e-6, "the course's example")
 _LINKS = {"the course's example": _COURSE_LINK, **LINKS}
 _SIZES = tuple(sorted([2**power for power in range(16, 33)] + [25_000_000]))
 _RANKS = tuple(sorted([2**power for power in range(1, 11)] + [3, 6, 12, 24, 48, 96, 192, 384, 768, 1000]))
-_TIMES = [(1e-6, "1 us"), (1e-5, ""), (1e-4, "100 us"), (1e-3, ""), (1e-2, "10 ms"), (0.1, ""), (1, "1 s"), (10, ""),
-          (100, "100 s")]
+_TIMES = [(10**power, {-6: "1 us", -3: "1 ms", 0: "1 s"}.get(power, "")) for power in range(-6, 3)]
 _RING_BYTES = 16 * 2**20
 _CALLS = {  # kind -> the calls of rank 0, and of rank 1 in the order that fits
     "send and recv": (("send", "recv"), ("recv", "send")),
@@ -101,12 +100,12 @@ def draw_cost(ranks, tensor_bytes, link):
         Panel("time (each line is 10 times the last)", [row.time_s for row in table],
               [_time(row.time_s) for row in table], _TIMES, log=True),
     ]
-    what = f"all-reduce of {_size(tensor_bytes)} on {ranks:,} ranks, {_link(link)}"
-    told = [f"{name} {_size(row.busiest_rank_bytes)}, {row.steps:,} steps, {_time(row.time_s)}"
-            for name, row in zip(names, table)]
-    foot = f"{_size(tensor_bytes)} on {ranks:,} ranks: {names[best]} is fastest"
-    picture = bars(names, panels, marked=best, foot=foot,
-                   title=f"Cost of an {what}", text=f"An {what}; the busiest rank sends: {'; '.join(told)}.")
+    told = "; ".join(f"{name} {_size(row.busiest_rank_bytes)}, {row.steps:,}, {_time(row.time_s)}"
+                     for name, row in zip(names, table))
+    what = f"{_size(tensor_bytes)} on {ranks:,} ranks"
+    picture = bars(names, panels, marked=best, foot=f"{what}: {names[best]} is fastest",
+                   title=f"Cost of an all-reduce of {what}, {_link(link)}",
+                   text=f"{what}. Bytes of the busiest rank, steps, time: {told}.")
     numbers = {field: {row.algorithm: getattr(row, field) for row in table}
                for field in ("steps", "busiest_rank_bytes", "time_s")}
     return picture, {"fastest": table[best].algorithm, **numbers}

@@ -10,7 +10,7 @@ from dtlab import shell
 from dtlab.errors import ConfigError
 from dtlab.plots.twin import twin
 
-_PICTURE = ('<div style="width: calc({width}px * var(--dtlab-zoom, 1)); max-width: 100%">{svg}</div>'
+_PICTURE = ('<div style="width: 100%; max-width: calc({width}px * var(--dtlab-zoom, 1))">{svg}</div>'
             '<p aria-live="polite" style="min-height: 4.5em; line-height: 1.5; white-space: pre-line">{text}</p>')
 _FULL = {"width": "100%", "max_width": "none"}
 
@@ -22,7 +22,7 @@ class Control:
     Attributes:
         label: what it sets, with its unit.
         values: the legal values in order, or a function that gives them from the values of all controls (a dict).
-        kind: ``"slider"``, ``"stepper"`` (a slider between Back and Next), ``"dropdown"`` or ``"toggle"``.
+        kind: ``"slider"``, ``"stepper"`` (a slider with Back and Next), ``"dropdown"`` or ``"toggle"``.
         text: function that gives a value as the reader sees it.
     """
 
@@ -182,7 +182,7 @@ class Tabs:
             import ipywidgets
 
             views = [explorer.view() for explorer in self.explorers.values()]
-            self._box = ipywidgets.Tab(views, titles=tuple(self.explorers), layout=_FULL)
+            self._box = ipywidgets.Tab(views, titles=tuple(self.explorers))
             self._box.selected_index = list(self.explorers).index(self.tab)
             self._box.observe(lambda change: self.set(tab=list(self.explorers)[change["new"] or 0]), "selected_index")
         return self._box
@@ -210,7 +210,7 @@ class _View:
         self.explorer, self.quiet = explorer, False
         self.inputs = {name: self._input(ipywidgets, name, control) for name, control in explorer.controls.items()}
         self.picture = ipywidgets.HTML(layout=_FULL)
-        rows = [ipywidgets.HTML(f"<b>{escape(explorer.move)}</b>", layout=_FULL)]
+        rows = [ipywidgets.HTML(f'<b style="line-height: 1.5">{escape(explorer.move)}</b>', layout=_FULL)]
         rows += [self._row(ipywidgets, name, control) for name, control in explorer.controls.items()]
         if explorer._run:
             self.button = ipywidgets.Button(description=explorer._run[0], layout={"width": "auto"})
@@ -257,7 +257,7 @@ class _View:
         buttons = [ipywidgets.Button(description=text, layout={"width": "auto"}) for text in ("Back", "Next")]
         for button, way in zip(buttons, (-1, 1)):
             button.on_click(lambda _, way=way: self._step(name, way))
-        return ipywidgets.HBox([buttons[0], self.inputs[name], buttons[1]])
+        return ipywidgets.HBox([*buttons, self.inputs[name]])
 
     def _step(self, name, way):
         legal = self.explorer.legal(name)

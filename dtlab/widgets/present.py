@@ -5,7 +5,7 @@ _ID = "dtlab-present"
 _CSS = """
 .jp-Notebook { --jp-content-font-size1: 20px; --jp-code-font-size: 18px; --jp-ui-font-size1: 18px;
                --jp-widgets-font-size: 20px; --jp-widgets-inline-height: 34px; --jp-notebook-max-width: 100%;
-               --dtlab-zoom: 1.55; }
+               --dtlab-zoom: 1.6; }
 .jp-Notebook .jp-RenderedHTMLCommon, .jp-Notebook .widget-radio-box label { font-size: 20px; line-height: 1.5; }
 .jp-Notebook .jp-OutputArea pre, .jp-Notebook .jp-RenderedHTMLCommon table, .jp-Notebook .cm-editor { font-size: 18px; }
 .jp-Notebook .jp-RenderedSVG img, .jp-Notebook .jp-RenderedSVG svg, .jp-Notebook .jp-RenderedImage img

@@ -135,7 +135,7 @@ def test_set_moves_the_widgets_and_draws_once(live):
 
 def test_back_and_next_stop_at_the_ends(live):
     explorer = dtlab.explore.collectives("ring")
-    back, _, forward = next(row for row in explorer.view().children if hasattr(row, "children")).children
+    back, forward, _ = next(row for row in explorer.view().children if hasattr(row, "children")).children
     back.click()
     assert explorer.values["step"] == 0
     for _ in range(9):

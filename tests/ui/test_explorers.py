@@ -1,0 +1,157 @@
+"""Explorers as a reader meets them: moved by keyboard and by mouse, on the screen and on a projector."""
+import re
+
+import pytest
+
+pytestmark = [pytest.mark.ui, pytest.mark.notebook]
+
+CELLS = [
+    "import dtlab",
+    "messages = dtlab.explore.collectives(tab='messages')\nmessages",
+    "ring = dtlab.explore.collectives(tab='ring')\nring",
+    "cost = dtlab.explore.collectives(tab='cost')\ncost",
+    "dtlab.explore.collectives()",
+    "dtlab.present()",
+]
+MESSAGES, RING, COST, TABS, PRESENT = range(1, 6)
+FITS = """cell => [...cell.querySelectorAll('.widget-label, .widget-readout, button, label, .widget-dropdown select')]
+                  .filter(part => part.offsetParent && part.scrollWidth > part.clientWidth + 1)
+                  .map(part => part.textContent)"""
+
+
+@pytest.fixture
+def notebook(open_notebook):
+    notebook = open_notebook("91_explorers", *CELLS)
+    for index in range(TABS + 1):
+        notebook.run(index)
+    for index in (MESSAGES, RING, COST, TABS):
+        picture(notebook, index).first.wait_for()
+    return notebook
+
+
+def cell(notebook, index):
+    return notebook.page.locator(".jp-Cell").nth(index)
+
+
+def picture(notebook, index):
+    """The pictures that an explorer shows; what is behind another tab is not seen."""
+    return cell(notebook, index).locator(".jp-OutputArea svg[role=img]:visible")
+
+
+def markup(notebook, index):
+    return picture(notebook, index).first.inner_html()
+
+
+def wait_for(notebook, index, words):
+    """Until the picture of a cell has these words in it."""
+    picture(notebook, index).filter(has_text=re.compile(words)).first.wait_for()
+
+
+def slider(notebook, index, number=0):
+    return cell(notebook, index).locator(".noUi-handle:visible").nth(number)
+
+
+def test_arrow_keys_on_a_slider_change_the_picture(notebook):
+    before = markup(notebook, COST)
+    slider(notebook, COST).focus()
+    notebook.page.keyboard.press("ArrowRight")
+    wait_for(notebook, COST, "on 6 ranks")
+    assert markup(notebook, COST) != before
+    notebook.page.keyboard.press("End")
+    wait_for(notebook, COST, "on 1,024 ranks: halving-doubling is fastest")
+    assert picture(notebook, COST).count() == 1
+    notebook.picture("explorers-moved")
+
+
+def test_dragging_a_slider_with_the_mouse_changes_the_picture_and_not_its_place(notebook):
+    handle = slider(notebook, COST)
+    handle.scroll_into_view_if_needed()
+    place, track = handle.bounding_box(), cell(notebook, COST).locator(".noUi-base").first.bounding_box()
+    top, height = picture(notebook, COST).bounding_box()["y"], cell(notebook, COST).bounding_box()["height"]
+    middle = place["x"] + place["width"] / 2, place["y"] + place["height"] / 2
+    notebook.page.mouse.move(*middle)
+    notebook.page.mouse.down()
+    for part in range(1, 31):  # 30 quick moves
+        notebook.page.mouse.move(middle[0] + (track["x"] + track["width"] - middle[0]) * part / 30, middle[1])
+    notebook.page.mouse.up()
+    wait_for(notebook, COST, "on 1,024 ranks")
+    assert picture(notebook, COST).count() == 1
+    assert picture(notebook, COST).bounding_box()["y"] == top
+    assert cell(notebook, COST).bounding_box()["height"] == height
+
+
+def test_30_quick_arrow_keys_leave_one_picture_of_the_last_value(notebook):
+    slider(notebook, COST, 1).focus()
+    notebook.page.keyboard.press("Home")
+    for _ in range(30):
+        notebook.page.keyboard.press("ArrowRight")
+    wait_for(notebook, COST, "4 GiB on")
+    assert picture(notebook, COST).count() == 1
+
+
+def test_the_ring_is_stepped_by_button_and_by_arrow_key(notebook):
+    cell(notebook, RING).get_by_role("button", name="Next").click()
+    wait_for(notebook, RING, "Step 1 of 6")
+    slider(notebook, RING, 1).focus()
+    notebook.page.keyboard.press("ArrowRight")
+    wait_for(notebook, RING, "Step 2 of 6: reduce-scatter, 8 of 24 MiB")
+    cell(notebook, RING).get_by_role("button", name="Back").click()
+    wait_for(notebook, RING, "Step 1 of 6")
+    slider(notebook, RING).focus()
+    notebook.page.keyboard.press("End")  # 8 ranks
+    wait_for(notebook, RING, "Step 1 of 14")
+
+
+def test_swapping_the_calls_by_keyboard_closes_the_loop(notebook):
+    before = markup(notebook, MESSAGES)
+    cell(notebook, MESSAGES).locator("input[type=checkbox]").focus()
+    notebook.page.keyboard.press("Space")
+    wait_for(notebook, MESSAGES, "a loop of waits")
+    assert markup(notebook, MESSAGES) != before
+    assert "rank 0's send waits for rank 1's recv" in cell(notebook, MESSAGES).locator("p[aria-live]").inner_text()
+
+
+def test_every_control_is_reached_with_tab(notebook):
+    cell(notebook, RING).locator(".noUi-handle").first.focus()
+    reached = []
+    for _ in range(6):  # a slider's number is a stop of its own
+        reached.append(notebook.page.evaluate(
+            "() => document.activeElement.innerText.trim() || document.activeElement.getAttribute('role')"))
+        notebook.page.keyboard.press("Tab")
+    assert [stop for stop in reached if not stop.isdigit()] == ["slider", "Back", "Next", "slider"]
+
+
+def test_the_next_tab_is_reached_by_keyboard(notebook):
+    page, current = notebook.page, cell(notebook, TABS).locator(".lm-TabBar-tab[tabindex='0']")
+    current.first.focus()
+    page.keyboard.press("ArrowRight")
+    page.keyboard.press("Enter")
+    wait_for(notebook, TABS, "Step 0 of 6")
+    notebook.picture("explorers-tabs")
+
+
+def test_set_in_a_cell_moves_the_widgets(notebook):
+    notebook.page.evaluate("""() => jupyterapp.shell.currentWidget.sessionContext.session.kernel.requestExecute(
+                                {code: "ring.set(ranks=5, step=4)"}).done""")
+    wait_for(notebook, RING, "Step 4 of 8")
+    assert slider(notebook, RING, 1).get_attribute("aria-valuenow") == "4.0"
+
+
+LETTERS = """picture => picture.getBoundingClientRect().width / picture.viewBox.baseVal.width
+                * Math.min(...[...picture.querySelectorAll('text')].map(text => text.getAttribute('font-size')))"""
+INSIDE = """cell => [...cell.querySelectorAll('.jp-OutputArea-output')].every(
+                      output => output.scrollWidth <= output.clientWidth)"""
+
+
+def test_nothing_is_cut_and_projector_mode_enlarges_explorers(notebook):
+    sizes = {}
+    for mode in ("explorers", "explorers-projector"):
+        for index in (MESSAGES, RING, COST, TABS):
+            assert cell(notebook, index).evaluate(FITS) == [] and cell(notebook, index).evaluate(INSIDE)
+        sizes[mode] = [picture(notebook, index).first.evaluate(LETTERS) for index in (MESSAGES, RING, COST)]
+        texts = [cell(notebook, COST).locator(part).first for part in (".widget-label:visible", "p[aria-live]")]
+        sizes[mode] += [text.evaluate("text => parseFloat(getComputedStyle(text).fontSize)") for text in texts]
+        notebook.picture(mode)
+        notebook.run(PRESENT)
+        notebook.page.get_by_text("Projector mode is on").wait_for()
+    assert min(sizes["explorers"]) >= 12 and min(sizes["explorers-projector"]) >= 18, sizes
