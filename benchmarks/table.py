@@ -4,7 +4,8 @@ import statistics
 from benchmarks.registry import times_faster
 
 HEAD = ("what", "dtlab", "peer", "peer's", "ratio", "reach", "met")
-_UNITS = {"s": ((1, "s"), (1e3, "ms")), "MiB": ((2**-20, "MiB"),)}  # of samples in seconds and bytes
+_UNITS = {"s": ((1, "s"), (1e3, "ms")), "MiB": ((2**-20, "MiB"),), "GB/s": ((1e-9, "GB/s"),)}
+# of samples in seconds, bytes and bytes a second
 
 
 def figure(samples, unit):

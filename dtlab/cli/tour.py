@@ -96,8 +96,8 @@ def serial(job: Job) -> Trained:
     return train(job, model, step)
 
 
-def data_parallel(job: Job) -> Trained:
-    """Each rank takes its rows; gradients are added over the ranks before the step."""
+def data_parallel(job: Job, all_reduce: Callable | None = None) -> Trained:
+    """Each rank takes its rows; gradients are added over the ranks before the step, by torch or by ``all_reduce``."""
     model = job.model()
     optimizer = job.optimizer(model)
 
@@ -107,11 +107,16 @@ def data_parallel(job: Job) -> Trained:
         optimizer.zero_grad()
         loss.backward()
         for parameter in model.parameters():
-            dist.all_reduce(parameter.grad)
+            (all_reduce or dist.all_reduce)(parameter.grad)
         optimizer.step()
         return add_over_ranks(loss)
 
     return train(job, model, step)
+
+
+def data_parallel_by_ring(job: Job) -> Trained:
+    """The same, with our all-reduce of messages between neighbours."""
+    return data_parallel(job, parallel.ring_all_reduce)
 
 
 def data_parallel_in_buckets(job: Job) -> Trained:
@@ -157,6 +162,7 @@ class Technique(NamedTuple):
 
 TECHNIQUES = [
     Technique("data parallel, by hand", data_parallel),
+    Technique("data parallel, our ring all-reduce", data_parallel_by_ring),
     Technique("data parallel in buckets", data_parallel_in_buckets),
     Technique("torch DistributedDataParallel", torch_data_parallel),
 ]
