@@ -86,7 +86,7 @@ class _Prepared:
         kinds, groups = {}, recording.meta.get("groups", {})
         self.calls = []  # (name, members, lane, number of its kind, bytes)
         for call, its in zip(numbers, issues):
-            name, lane, num_bytes, kind = _described(call, its, groups)
+            name, lane, num_bytes, kind = _described(call, its, groups, recording.events)
             self.calls.append((name, kind.members, lane, kinds.setdefault(kind, len(kinds)), num_bytes))
         self.kinds = list(kinds)
         self.shows = [{rank: (channel(issue) or "group", issue.op, str(issue.phase.get("micro_batch", "")))
@@ -143,21 +143,22 @@ def _amounts(rank, events, its_calls, numbers, issues, steps):
     return np.array(amounts, dtype=float).reshape(-1, 4).T
 
 
-def _described(call, issues, groups):
+def _described(call, issues, groups, recorded):
     """``(name, lane, bytes, _Kind)`` of what ranks issued under one key of ``boxes.calls``."""
     group, *ends, count = call
-    members = tuple(sorted(rank for rank, _ in issues))
+    callers = tuple(sorted(rank for rank, _ in issues))
     num_bytes, op = max(issue.bytes for _, issue in issues), base_op(issues[0][1].op)
     if not ends:
-        kind = _Kind(op, tuple(groups.get(group, members)), members)
+        ranks = tuple(groups.get(group, callers))
+        kind = _Kind(op, ranks, tuple(rank for rank in ranks if rank in recorded))
         return f"{op} {count} of {Lane(-1, group)}", group, num_bytes, kind
     source, destination, tag = ends
     if min(source, destination) < 0:
-        raise ConfigError(f"rank {members[0]} receives from any rank ({issues[0][1].where or 'recv'}): from which one "
+        raise ConfigError(f"rank {callers[0]} receives from any rank ({issues[0][1].where or 'recv'}): from which one "
                           "depends on the hardware, so it cannot be replayed; name the source of the receive")
     sent = [issue.bytes for rank, issue in issues if rank == source]  # the receiver's buffer may be larger
     name = f"message {count} from rank {source} to rank {destination}" + (f", tag {tag}" if tag else "")
-    kind = _Kind("send", (source, destination), members)
+    kind = _Kind("send", (source, destination), tuple(rank for rank in (source, destination) if rank in recorded))
     return name, (group, source, destination), max(sent, default=num_bytes), kind
 
 
