@@ -141,6 +141,25 @@ def test_a_timeline_shows_itself_and_a_dry_one_is_refused():
         plots.timeline(Recording({0: [compute(0, 1)]}, meta={"dry": True}))
 
 
+def test_two_pictures_may_have_one_scale():
+    short, long = (Timeline([Box(Lane(0), "forward", 0, end, "forward")]) for end in (4.0, 10.0))
+    widths = [tall(drawn(timeline, until_s=10.0)[1])[0][2] for timeline in (short, long)]
+    assert widths[0] == pytest.approx(0.4 * widths[1], abs=0.5)
+    assert tall(drawn(short)[1])[0][2] == widths[1]
+    assert texts(drawn(short, until_s=10.0)[1])[-7:] == ["0", "2", "4", "6", "8", "10", "time [s]"]
+    with pytest.raises(ConfigError, match=r"until_s \(9.0 s\) must be at least the step time \(10.0 s\)"):
+        plots.timeline(long, until_s=9.0)
+
+
+def test_a_column_where_three_boxes_meet_shows_the_longest_of_them():
+    spans = [("forward", 0, 100.1), ("backward", 100.1, 100.7), ("optimizer", 100.7, 572)]  # a column is half a second
+    picture = drawn(Timeline([Box(Lane(0), kind, start, end, kind) for kind, start, end in spans]))[1]
+    fills = [rect.get("fill") for rect in picture.iter(f"{SVG}rect") if rect.get("height") == "27"]
+    assert fills == [COLOURS[kind] for kind in ("forward", "backward", "optimizer")]
+    edges = [float(rect.get("x")) for rect in picture.iter(f"{SVG}rect") if rect.get("height") == "27"]
+    assert edges == pytest.approx([66, 166, 166.5], abs=0.11)
+
+
 @pytest.mark.parametrize("total_s, ticks, unit", [
     (40.0, ["0", "10", "20", "30", "40"], "s"), (0.038, ["0", "5", "10", "15", "20", "25", "30", "35"], "ms"),
     (3e-5, ["0", "5", "10", "15", "20", "25", "30"], "us"), (1.0, ["0", "0.2", "0.4", "0.6", "0.8", "1"], "s"),

@@ -144,6 +144,74 @@ def test_text_says_what_the_picture_shows():
     assert repr(Recording({}).timeline()) == "Timeline: 0 us"
 
 
+def boxes(*spans):
+    """Boxes of a rank from ``(kind, start, end)``; those of communication on their own lane."""
+    return [Box(Lane(rank, "g" if kind == "communication" else ""), kind, start, end, kind)
+            for rank, kind, start, end in spans]
+
+
+def test_exposed_communication_is_waiting_while_something_moves_on_the_rank_where_it_is_most():
+    timeline = Timeline(boxes((0, "forward", 0, 4), (0, "idle", 4, 9), (0, "backward", 9, 10),
+                              (0, "communication", 1, 3), (0, "communication", 2, 6), (0, "communication", 8, 9.5),
+                              (1, "idle", 0, 2), (1, "communication", 0, 1), (1, "forward", 2, 10)))
+    assert timeline.exposed_communication_s == 2 + 1
+    table = timeline.by_rank()
+    assert table.to_dict("list") == {"busy_s": [5, 8], "idle_s": [5, 2], "communication_s": [6.5, 1],
+                                     "exposed_communication_s": [3, 1]}
+    assert (table.busy_s + table.idle_s == timeline.step_time_s).all() and list(table.index) == [0, 1]
+
+
+def test_idle_before_and_after_the_work_counts_for_the_step_but_not_for_the_stage():
+    timeline = Timeline(boxes((0, "forward", 0, 4), (1, "idle", 0, 4), (1, "forward", 4, 8)))
+    assert (timeline.bubble_fraction, timeline.bubble_overhead, timeline.stage_bubble_fraction) == (0.5, 1, 0)
+    gap = Timeline(boxes((0, "forward", 0, 4), (1, "forward", 2, 3), (1, "idle", 3, 6), (1, "forward", 6, 8)))
+    assert (gap.bubble_fraction, gap.stage_bubble_fraction) == (1 - 7 / 16, 0.5)
+
+
+def test_the_measures_of_a_recorded_pipeline_are_those_of_its_formula():
+    timeline = one_f_one_b(4, 8, forward_s=1.0, backward_s=2.0).timeline()
+    assert timeline.bubble_fraction == pytest.approx(3 / 11) and timeline.bubble_overhead == pytest.approx(3 / 8)
+    path = timeline.critical_path
+    assert sum(box.end_s - box.start_s for box in path) == timeline.step_time_s == 33
+    assert {box.kind for box in path} == {"forward", "backward"}
+
+
+def test_the_critical_path_of_a_recording_goes_through_the_rank_that_called_last():
+    """Rank 1 computes 5 s before it calls; rank 0 has waited since 1."""
+    late = {0: [compute(0, 1), *call(1, 7, "all_reduce", group=GROUP), compute(7, 8)],
+            1: [compute(0, 5), *call(5, 7, "all_reduce", group=GROUP), compute(7, 7.5)]}
+    path = Recording(late).timeline().critical_path
+    assert [(box.lane.rank, box.kind, box.start_s, box.end_s) for box in path] == [
+        (1, "compute", 0, 5), (0, "communication", 5, 7), (0, "compute", 7, 8)]
+
+
+def test_a_critical_path_ends_where_the_recorded_times_contradict_each_other():
+    """A message that was there before its sender, by its own clock, sent it."""
+    early = {0: [compute(0, 6), *call(6, 6, "isend", peer=1)], 1: [*call(0, 5, "irecv", peer=0), compute(5, 9)]}
+    path = Recording(early).timeline().critical_path
+    assert [(box.lane.rank, box.kind, box.start_s, box.end_s) for box in path] == [(1, "idle", 0, 5),
+                                                                                   (1, "compute", 5, 9)]
+
+
+def test_rates_need_what_events_cannot_know():
+    recording = two_ranks()
+    for name, need in (("tokens_per_s", "tokens=..."), ("mfu", "model_flops=...")):
+        with pytest.raises(ConfigError, match=need):
+            getattr(recording.timeline(), name)
+    recording.meta.update(tokens=600, model_flops=60)
+    assert recording.timeline().tokens_per_s == 100
+    with pytest.raises(ConfigError, match="needs hardware.*replay"):
+        recording.timeline().mfu  # noqa: B018
+    with pytest.raises(ConfigError, match="no length"):
+        Timeline([], tokens=3).tokens_per_s  # noqa: B018
+
+
+def test_a_timeline_of_nothing_measures_nothing():
+    timeline = Timeline([])
+    assert timeline.bubble_fraction == timeline.bubble_overhead == timeline.stage_bubble_fraction == 0
+    assert timeline.exposed_communication_s == 0 and timeline.critical_path == [] and len(timeline.by_rank()) == 0
+
+
 def test_rows_keep_what_is_under_way_at_once_apart():
     boxes = [Box(Lane(0, "g"), "", start, end, "communication") for start, end in [(0, 3), (1, 2), (2, 4), (3, 5)]]
     assert [[(box.start_s, box.end_s) for box in row] for row in rows(boxes)] == [[(0, 3), (3, 5)], [(1, 2), (2, 4)]]
@@ -192,6 +260,17 @@ def test_a_trace_of_calls_under_way_at_once_has_further_threads(tmp_path):
     entries = trace(Recording({0: events}), tmp_path / "trace.json")["traceEvents"]
     names = [e["args"]["name"] for e in entries if e["name"] == "thread_name"]
     assert names == ["compute"] + ["0-1 default_pg"] * 3
+
+
+def test_a_timeline_has_a_trace_with_a_thread_per_lane_too(tmp_path):
+    path = tmp_path / "trace.json"
+    two_ranks().timeline().to_chrome_trace(path)
+    entries = json.loads(path.read_text())["traceEvents"]
+    names = {(e["pid"], e["tid"]): e["args"]["name"] for e in entries if e["name"] == "thread_name"}
+    assert names[0, 0] == "compute" and names[1, 2] == "from rank 0"
+    assert [(e["name"], e["ts"], e["dur"]) for e in entries if e["ph"] == "X" and (e["pid"], e["tid"]) == (0, 0)] == [
+        ("forward, micro-batch 0", 0, 1e6), ("backward, micro-batch 0", 1e6, 3e6),
+        ("waits for all_reduce", 4e6, 1e6), ("optimizer", 5e6, 1e6)]
 
 
 def test_timelines_may_be_made_without_a_recording():
