@@ -52,7 +52,7 @@ class Explorer:
         last: name -> value, what the key move changes.
         move: the key move in one sentence.
         run: ``(label, measure)`` where something is to be measured: a button calls ``measure`` with the controls'
-            values, and ``draw`` gets what it returned as ``measured`` (None where these values were not run).
+            values, and from then on ``draw`` gets what it returned last as ``measured`` (None before).
 
     Raises:
         ConfigError: a value that is not legal.
@@ -60,7 +60,7 @@ class Explorer:
 
     def __init__(self, draw, controls, *, first, last, move, run=None):
         self._draw, self.controls, self.move, self._run = draw, controls, move, run
-        self._now, self._measured, self._view = {}, {}, None
+        self._now, self._measured, self._view = {}, None, None
         self._first = self._checked(first)
         self._last = self._checked({**self._first, **last})
         self.set(**self._first)
@@ -91,7 +91,7 @@ class Explorer:
 
     def run(self):
         """Measure at the controls' values, as the Run button does, and show it on the picture."""
-        self._measured[tuple(self._now.values())] = self._run[1](**self._now)
+        self._measured = self._run[1](**self._now)
         return self.set()
 
     def twin(self):
@@ -119,7 +119,7 @@ class Explorer:
         return bundle(self)
 
     def _drawn(self, values):
-        measured = {"measured": self._measured.get(tuple(values.values()))} if self._run else {}
+        measured = {"measured": self._measured} if self._run else {}
         return self._draw(**values, **measured)
 
     def _checked(self, degrees):

@@ -1,0 +1,82 @@
+"""Stacked columns from zero: what a number is made of, for each choice of a knob; marks say what was measured."""
+from math import floor, log10
+
+from dtlab.plots.svg import COLOURS, document, label, line
+
+_WIDTH, _TOP, _HEIGHT, _LEFT, _RIGHT = 650, 30, 150, 66, 10
+
+
+def columns(names, parts, *, y, marked=None, measured=None, top=None, title, text):
+    """Draw one column a name, with its parts on each other.
+
+    Args:
+        names: under each column, at most 11 characters for 9 columns.
+        parts: ``{"forward": [number for each name], ...}``, from below; the keys are ``COLOURS``'s.
+        y: quantity and unit.
+        marked: number of the column to mark with a heavy outline and bold words.
+        measured: for each name the measured height of the column, a diamond; None where there is none.
+        top: the axis goes at least so far up, so that pictures compare.
+        title: for screen readers.
+        text: what the picture says, in words.
+
+    Returns:
+        Svg, 650 units wide.
+    """
+    totals = [sum(values) for values in zip(*parts.values())]
+    measured = measured or [None] * len(names)
+    step, top = _ticks(max([top or 0, *totals, *(value for value in measured if value is not None)]))
+    height = lambda value: value / top * _HEIGHT
+    pitch = (_WIDTH - _LEFT - _RIGHT) / len(names)
+    drawn = list(_legend(parts, any(value is not None for value in measured)))
+    for number in range(round(top / step) + 1):
+        at = round(_TOP + _HEIGHT - height(number * step), 1)
+        drawn += [line(_LEFT, at, _WIDTH - _RIGHT, at, stroke="#C8C8C8", width=1),
+                  label(_LEFT - 6, at + 4, f"{number * step:.4g}", anchor="end")]
+    drawn.append(f'<text transform="translate(14 {_TOP + _HEIGHT / 2}) rotate(-90)" text-anchor="middle" '
+                 f'font-size="13" fill="{COLOURS["outline"]}">{y}</text>')
+    for number, name in enumerate(names):
+        x, base, is_marked = _LEFT + pitch * number, _TOP + _HEIGHT, number == marked
+        for kind, values in parts.items():
+            tall = height(values[number])
+            base -= tall
+            drawn.append(f'<rect x="{x + 0.16 * pitch:.1f}" y="{base:.1f}" width="{0.68 * pitch:.1f}" '
+                         f'height="{tall:.1f}" fill="{COLOURS[kind]}" stroke="{COLOURS["outline"]}" '
+                         f'stroke-width="{2.5 if is_marked else 1}"/>')
+            if tall > 15:
+                drawn.append(label(round(x + pitch / 2, 1), round(base + tall / 2 + 5, 1), kind[0].upper(),
+                                   anchor="middle", size=13, weight="bold"))
+        weight = "bold" if is_marked else "normal"
+        middle = round(x + pitch / 2, 1)
+        drawn += [label(middle, round(base - 5, 1), f"{totals[number]:.3g}", anchor="middle", weight=weight),
+                  label(middle, _TOP + _HEIGHT + 16, name, anchor="middle", weight=weight)]
+        if measured[number] is not None:
+            drawn.append(_diamond(x + 0.84 * pitch, _TOP + _HEIGHT - height(measured[number])))
+    return document(drawn, width=_WIDTH, height=_TOP + _HEIGHT + 24, title=title, text=text)
+
+
+def _ticks(most):
+    """``(step, top)``: a step of 1, 2 or 5 times a power of ten, and an axis with room for the words on a column."""
+    most = most * 1.12 or 1
+    power = 10 ** floor(log10(most / 3))
+    step = power * max(factor for factor in (1, 2, 5) if factor * power <= most / 3)
+    return step, step * -(-most // step)
+
+
+def _diamond(x, y):
+    return (f'<path d="M {x - 7:.1f} {y:.1f} l 7 -7 l 7 7 l -7 7 Z" fill="{COLOURS["outline"]}" '
+            f'stroke="{COLOURS["paper"]}" stroke-width="1.5"/>')
+
+
+def _legend(parts, with_marks):
+    x = _LEFT
+    for kind in parts:
+        yield (f'<rect x="{x}" y="2" width="18" height="14" fill="{COLOURS[kind]}" stroke="{COLOURS["outline"]}"/>')
+        yield label(x + 9, 14, kind[0].upper(), anchor="middle", weight="bold")
+        yield label(x + 24, 14, _WORDS.get(kind, kind), size=13)
+        x += 46 + 7 * len(_WORDS.get(kind, kind))
+    if with_marks:
+        yield _diamond(x + 8, 9)
+        yield label(x + 22, 14, "measured", size=13)
+
+
+_WORDS = {"communication": "exposed communication"}

@@ -1,0 +1,41 @@
+"""Stacked columns: heights are the numbers, parts lie on each other, marks stand at what was measured."""
+import re
+
+from dtlab.plots.columns import columns
+
+PARTS = {"forward": [1.0, 2.0], "communication": [3.0, 0.0]}
+
+
+def draw(**more):
+    return columns(["a", "b"], PARTS, y="step [s]", title="Steps", text="Steps: a 4 s, b 2 s.", **more)
+
+
+def rectangles(picture, colour):
+    return [tuple(map(float, found)) for found in re.findall(
+        rf'<rect x="[\d.]+" y="([\d.]+)" width="[\d.]+" height="([\d.]+)" fill="{colour}" stroke="#222222" stroke-width',
+        str(picture))]
+
+
+def test_parts_are_as_tall_as_their_numbers_and_lie_on_each_other():
+    (below, ours), (_, theirs) = rectangles(draw(), "#56B4E9")
+    (above, communication), (_, nothing) = rectangles(draw(), "#009E73")
+    assert theirs / ours == 2 and abs(communication / ours - 3) < 0.01 and nothing == 0
+    assert abs(above + communication - below) < 0.11
+
+
+def test_a_mark_stands_at_the_measured_height():
+    (top, height), _ = rectangles(draw(measured=[1.0, None]), "#56B4E9")
+    (y,) = re.findall(r'<path d="M [\d.]+ ([\d.]+) l 7', str(draw(measured=[1.0, None])))[1:]  # behind the legend's
+    assert abs(float(y) - top) < 0.11 and ">measured<" in str(draw(measured=[1.0, None]))
+    assert "measured" not in str(draw())
+
+
+def test_the_axis_is_as_long_as_asked_so_that_pictures_compare():
+    heights = [rectangles(draw(top=top), "#56B4E9")[0][1] for top in (None, 40)]
+    assert heights[0] > 5 * heights[1]
+
+
+def test_the_marked_column_is_bold_and_the_text_is_there():
+    picture = draw(marked=1)
+    assert re.search(r'font-weight="bold"[^>]*>b<', str(picture)) and repr(picture) == "Steps: a 4 s, b 2 s."
+    assert re.search(r'font-weight="normal"[^>]*>a<', str(picture))
