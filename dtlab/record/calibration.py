@@ -62,26 +62,26 @@ def _alpha_beta(seconds):
 
 # On the ranks.
 
-def _median_cpu_s(call, times=9):
-    """Thread-CPU seconds of a call: what else runs on the machine does not count."""
-    call()
+def _median_cpu_s(calls, times=15):
+    """Thread-CPU seconds of each call, taking turns: what else runs on the machine hardly counts."""
     samples = []
-    for _ in range(times):
-        began = time.thread_time()
-        call()
-        samples.append(time.thread_time() - began)
-    return max(statistics.median(samples), 1e-9)
+    for at in range(times + 2):  # two to warm up
+        for call in calls:
+            began = time.thread_time()
+            call()
+            samples += [time.thread_time() - began] if at > 1 else []
+    return [max(statistics.median(samples[at::len(calls)]), 1e-9) for at in range(len(calls))]
 
 
 def _time_compute(device="cpu"):
     """``(best GEMM FLOP/s, share of it in a lesson's size, bytes/s, seconds an operator costs)`` of this rank."""
-    rates = []
-    for m, k, n in ((512, 192, 768), (256, 256, 256), (512, 512, 512)):  # the first: a layer of the lessons' GPT
-        a, b = torch.ones(m, k, device=device), torch.ones(k, n, device=device)
-        rates.append(2 * m * k * n / _median_cpu_s(lambda a=a, b=b: a @ b))
+    shapes = ((512, 192, 768), (256, 256, 256), (512, 512, 512))  # the first: a layer of the lessons' GPT
+    pairs = [(torch.ones(m, k, device=device), torch.ones(k, n, device=device)) for m, k, n in shapes]
     x, out = torch.ones(2, 2**22, device=device), torch.empty(2**22, device=device)
-    bandwidth = 3 * out.nbytes / _median_cpu_s(lambda: torch.add(x[0], x[1], out=out), 5)
-    return max(rates), rates[0] / max(rates), bandwidth, _operator_s(device)
+    calls = [*(lambda a=a, b=b: a @ b for a, b in pairs), lambda: torch.add(x[0], x[1], out=out)]
+    *products_s, sum_s = _median_cpu_s(calls)
+    rates = [2 * m * k * n / seconds for (m, k, n), seconds in zip(shapes, products_s)]
+    return max(rates), rates[0] / max(rates), 3 * out.nbytes / sum_s, _operator_s(device)
 
 
 def _operator_s(device):
@@ -96,7 +96,7 @@ def _operator_s(device):
         model(x).sum().backward()
         optimizer.step()
 
-    seconds = _median_cpu_s(step, 20)
+    (seconds,) = _median_cpu_s([step])
     _, rows, *_ = recorder.record(step, ())
     return seconds / sum(row[0] == "compute" for row in rows)
 

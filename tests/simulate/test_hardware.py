@@ -5,6 +5,7 @@ import numpy as np
 import pytest
 
 from dtlab.errors import ConfigError
+from dtlab.simulate import Event, Recording, replay
 from dtlab.simulate.hardware import LINKS, Hardware
 from dtlab.theory import GPT_7_5B, Link, collective_time_s, train_flops, transformer_params
 
@@ -61,6 +62,31 @@ def test_recorded_cpu_time_counts_only_where_ranks_share_cores():
     laptop = Hardware.preset("4xA100", cores=2, op_overhead_s=0)
     assert laptop.compute_s([156e12, 156e12], [0, 0], [0.25, 0]).tolist() == pytest.approx([0.25, 1])
     assert Hardware.preset("1xA100", op_overhead_s=0).compute_s(156e12, 0, 0.25) == pytest.approx(1)
+
+
+def four_ranks(op, cpu_s):
+    """Each rank is at work for 3 seconds."""
+    return Recording({rank: [Event("compute", op, 0, 3, cpu_s=cpu_s)] for rank in range(4)})
+
+
+def test_four_ranks_on_two_cores_take_turns():
+    machine, recording = Hardware.preset("4xA100", cores=4), four_ranks("aten.mm", 3)
+    assert replay(recording, machine).step_time_s == pytest.approx(3)
+    assert replay(recording, dataclasses.replace(machine, cores=2)).step_time_s == pytest.approx(6)
+
+
+def test_a_sleep_takes_its_time_and_no_core():
+    recording = four_ranks("sleep", 0)
+    assert replay(recording, Hardware.preset("4xA100", cores=1)).step_time_s == pytest.approx(3)
+    assert replay(recording, Hardware.preset("4xA100")).step_time_s == pytest.approx(3)
+
+
+def test_work_beside_a_sleep_has_the_core_for_itself():
+    events = {0: [Event("compute", "sleep", 0, 5), Event("compute", "aten.mm", 5, 6, cpu_s=1)],
+              1: [Event("compute", "aten.mm", 0, 2, cpu_s=2), Event("compute", "aten.mm", 2, 6, cpu_s=4)]}  # fmt: skip
+    spent = replay(Recording(events), Hardware.preset("2xA100", cores=1)).boxes
+    assert [box.end_s for box in spent if box.lane.rank == 0][-1] == pytest.approx(7)  # from 5 to 7 both want the core
+    assert [box.end_s for box in spent if box.lane.rank == 1][-1] == pytest.approx(7)
 
 
 def test_a_ring_inside_a_node_by_hand():
