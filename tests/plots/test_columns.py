@@ -11,9 +11,9 @@ def draw(**more):
 
 
 def rectangles(picture, colour):
-    return [tuple(map(float, found)) for found in re.findall(
-        rf'<rect x="[\d.]+" y="([\d.]+)" width="[\d.]+" height="([\d.]+)" fill="{colour}" stroke="#222222" stroke-width',
-        str(picture))]
+    """``(y, height)`` of the parts of one colour; the legend's box has no stroke-width."""
+    shape = rf'<rect x="[\d.]+" y="([\d.]+)" width="[\d.]+" height="([\d.]+)" fill="{colour}" stroke="\S+" stroke-width'
+    return [tuple(map(float, found)) for found in re.findall(shape, str(picture))]
 
 
 def test_parts_are_as_tall_as_their_numbers_and_lie_on_each_other():
