@@ -12,6 +12,7 @@ from dtlab.errors import ConfigError
 _TEXTS = {  # lesson -> technique, what is cut, when to use
     "00": ("data parallel by hand", "the batch", "the model fits one device"),
     "01": ("ring all-reduce", "the tensor", "large tensors, links to neighbours"),
+    "02": ("data parallel in buckets", "the batch", "the model fits one device; hides what it sends"),
 }
 _MEASURED = ("collectives per step", "bytes per rank (formula)", "bytes per rank (recorded)", "memory per rank")
 _session = {}  # lesson -> measured columns of this kernel
