@@ -92,14 +92,18 @@ def replay_time(bench, peers):
 
 @row("an explorer's slider: new value to new picture, kernel side", "s", {FIGURE: times_faster(10)})
 def slider(bench, peers):
-    """Every value of the sliders of lesson 02's explorer in turn; the figure has as many boxes as the picture."""
+    """Every value of two sliders of lesson 02's explorer in turn; the figure has as many boxes as the picture.
+
+    Each round is on another network, so that nothing was worked out before.
+    """
     from dtlab.widgets.explore import data_parallel
 
     explorer = data_parallel()
     inputs = explorer.view() and explorer._view.inputs
-    moves = [(inputs[name], value) for name in ("bucket_bytes", "ranks", "sequences") for value in explorer.legal(name)]
+    moves = [(inputs[name], value) for name in ("ranks", "bucket_bytes") for value in explorer.legal(name)]
     samples = {"dtlab": [], FIGURE: []}
-    for _ in range(1 if bench.quick else 5):
+    for network in explorer.legal("network")[: 1 if bench.quick else 5]:
+        explorer.set(network=network)
         for widget, value in moves:
             if widget.value != value:
                 samples["dtlab"].append(timed(setattr, widget, "value", value)[0])
