@@ -57,11 +57,8 @@ print(f"to rank 0 and back    {2 * 63 * gradient_bytes / 25e9:.1f} s")
 #
 # Cut the tensor of $S$ bytes into $n$ **chunks**, one for each rank, and put the ranks in a **ring**: rank $r$ sends to
 # $r+1$ and receives from $r-1$. A sum travels along the ring and grows at each rank: after $n-1$ steps every
-# rank holds one finished chunk. Then the finished chunks go round, in $n-1$ steps more. Each step sends $S/n$ bytes:
-#
-# $$\text{bytes a rank sends} = 2\,(n-1)\,\frac{S}{n}$$
-#
-# (Patarasuk and Yuan 2009). Before you put numbers in, commit yourself:
+# rank holds one finished chunk. Then the finished chunks go round, in $n-1$ steps more (Patarasuk and Yuan 2009). Commit
+# yourself:
 
 # %% name="question-1" tags=["exact", "folded"]
 # Question 01.1: run me
@@ -75,7 +72,9 @@ dtlab.predict("01.1", question, choices={
 })
 
 # %% [markdown]
-# Step through the ring: *Next* sends one chunk from each rank.
+# Step through the ring: *Next* sends one chunk of $S/n$ bytes from each rank. In the end a rank has sent
+#
+# $$2\,(n-1)\,\frac{S}{n} \quad \text{bytes}$$
 
 # %% name="stepper" tags=["picture"]
 dtlab.explore.collectives("ring")
@@ -359,8 +358,8 @@ dtlab.predict("01.2", question, choices={
 
 # %% name="seconds" tags=["exact"]
 link = theory.Link("InfiniBand", bandwidth_bytes_per_s=25e9, latency_s=20e-6)
-names, ring_s = ("ring", "halving_doubling", "naive"), {}
-print("25 MB on  ", *(f"| {name:31}" for name in names))
+names, ring_s = ("ring", "halving_doubling"), {}
+print("25 MB on  ", *(f"|{name:>19}{'':13}" for name in names))
 for n in (4, 16, 64, 256, 1024):
     table = theory.collective_table("all_reduce", 25 * MB, size=n, link=link)
     rows = {row.algorithm: row for row in table}
@@ -371,7 +370,7 @@ for n in (4, 16, 64, 256, 1024):
 dtlab.reveal("01.2", f"{ring_s[1024] / ring_s[4]:.0f} times")
 
 # %% [markdown]
-# Read the ring's columns: the bytes stay, the time does not. And say it plainly: by this formula halving-doubling is
+# Read the ring's column: the bytes stay, the time does not. And say it plainly: by this formula halving-doubling is
 # *never* slower than the ring where $n$ is a power of two. Why does anybody use rings?
 #
 # ## Where messages really run
@@ -417,6 +416,8 @@ for n in (2, 4, 64):
 
 # %% [markdown]
 # The link has 25 GB/s, and that is what the last column comes near to.
+#
+# ## Back to the problem
 #
 # And the seconds of the beginning? 64 devices are 8 nodes of 8, with NVLink (250 GB/s) inside. *Hierarchical* reduce-scatters
 # inside each node, all-reduces an eighth between the nodes on each device's own link, and all-gathers inside (the course's cluster, replayed):
