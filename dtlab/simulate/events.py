@@ -127,13 +127,17 @@ class Recording:
         return tables.flops(self.events)
 
     def timeline(self):
-        """What each rank did when, as a ``Timeline`` that draws itself in a notebook."""
+        """What each rank did when, as a ``Timeline`` that draws itself in a notebook.
+
+        Raises:
+            ConfigError: the recording is dry; ``replay`` gives it times.
+        """
         from dtlab.simulate.timeline import Timeline
 
         return Timeline.of(self)
 
     def to_chrome_trace(self, path):
-        """Write a trace for https://ui.perfetto.dev or chrome://tracing."""
+        """Write a trace for https://ui.perfetto.dev or chrome://tracing; of a dry one replay's timeline can."""
         from dtlab.simulate.trace import write_chrome_trace
 
         write_chrome_trace(self, path)
