@@ -5,6 +5,7 @@ import pytest
 
 pytestmark = [pytest.mark.ui, pytest.mark.notebook]
 
+NAME = "91_explorers"
 CELLS = [
     "import dtlab",
     "messages = dtlab.explore.collectives(tab='messages')\nmessages",
@@ -20,13 +21,14 @@ FITS = """cell => [...cell.querySelectorAll('.widget-label, .widget-readout, but
 
 
 @pytest.fixture
-def notebook(open_notebook):
-    notebook = open_notebook("91_explorers", *CELLS)
+def notebook(shared_notebook):
+    """The explorers, new in each test."""
+    shared_notebook.page.evaluate("() => document.getElementById('dtlab-present')?.remove()")
     for index in range(TABS + 1):
-        notebook.run(index)
+        shared_notebook.run(index)
     for index in (MESSAGES, RING, COST, TABS):
-        picture(notebook, index).first.wait_for()
-    return notebook
+        picture(shared_notebook, index).first.wait_for()
+    return shared_notebook
 
 
 def cell(notebook, index):
