@@ -78,7 +78,7 @@ class Hardware:
         memory_efficiency: share of the memory's bandwidth that is reached. The presets' 0.8 is an assumption.
         op_overhead_s: what every operation costs beside its work, in seconds; the presets' 4 us (the launch of a
             kernel) is an assumption, by order of magnitude.
-        cores: None: every rank has a device of its own. A number: ranks are processes that share as many cores.
+        cores: None: every rank has a device of its own. A number: so many ranks can compute at once.
         measured: of a calibrated machine ``((op, ranks, latency_s, seconds_per_byte), ...)``; used before ``inside``.
         source: where the numbers are from.
 
@@ -167,10 +167,10 @@ class Hardware:
         """This machine, measured in a few seconds, once a process for each number of ranks.
 
         Cores, GEMM FLOP/s, memory bandwidth and overhead an operation of one thread; gloo's messages and collectives
-        between as many ranks.
+        between them. ``dtlab.record.calibration`` says what a replay on it counts.
 
         Args:
-            ranks: how many processes talk (count); those of ``dtlab.current_ranks()`` or 4 if not given.
+            ranks: live ranks; if not given those of ``dtlab.current_ranks()``, or 4 that are launched for it.
         """
         from dtlab.record.calibration import calibrate  # the one import upwards: measuring needs ranks and torch
 
@@ -236,7 +236,7 @@ class Hardware:
     def __repr__(self):
         place = f"{self.num_devices} devices in nodes of {self.node_size}, each"
         if self.cores is not None:
-            place = f"{self.num_devices} ranks share {self.cores} cores, each of"
+            place = f"{self.num_devices} ranks at most, {self.cores} at once, each"
         bandwidth = self.memory_bandwidth_bytes_per_s
         text = (f"{self.name}: {place} {_short(self.peak_flops * self.gemm_efficiency, 'FLOP/s')} (peak "
                 f"{_short(self.peak_flops, 'FLOP/s')}), {_short(self.memory_bytes, 'B')} at "
