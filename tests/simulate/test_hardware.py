@@ -1,11 +1,12 @@
 """Named hardware against numbers worked out by hand."""
 import dataclasses
+import doctest
 
 import numpy as np
 import pytest
 
 from dtlab.errors import ConfigError
-from dtlab.simulate import Event, Recording, replay
+from dtlab.simulate import Event, Recording, hardware, replay
 from dtlab.simulate.hardware import LINKS, Hardware
 from dtlab.theory import GPT_7_5B, Link, collective_time_s, train_flops, transformer_params
 
@@ -174,3 +175,8 @@ def test_numbers_that_cannot_be_are_refused(changes):
 def test_a_rank_without_a_device_is_refused(call):
     with pytest.raises(ConfigError, match=r"rank \(64\) must be below num_devices of 64xA100-80GB \(64\)"):
         call()
+
+
+def test_docstring_examples():
+    result = doctest.testmod(hardware)
+    assert result.attempted > 0 and result.failed == 0
