@@ -295,13 +295,15 @@ dtlab.reveal("01.1", "{:g} and {:g} MiB; {:g} and {:g} MiB".format(*sent.values(
 #
 # ## Two halves, two collectives
 #
-# Torch has the halves as calls of their own. Lessons 04 and 05 live from doing something in between:
+# Torch has the halves as calls of their own (`reduce_scatter_single` is the newest name). Lessons 04 and 05 live from doing
+# something in between:
 
 # %% name="halves" tags=["exact"]
 def halves():
     mine, theirs = example(6 * world_size, rank), example(6 * world_size, rank)
     chunk, whole = torch.empty(6, dtype=mine.dtype), torch.empty_like(theirs)
-    dist.reduce_scatter(chunk, list(theirs.tensor_split(world_size)))
+    torchs = getattr(dist, "reduce_scatter_single", None) or dist.reduce_scatter_tensor
+    torchs(chunk, theirs)
     same = torch.equal(reduce_scatter(mine), chunk)
     dist.all_gather(list(whole.tensor_split(world_size)), chunk)
     all_gather(mine)
@@ -502,10 +504,9 @@ dtlab.ledger("01", recording=recording, formula=formula)
 row = theory.collective_table("all_gather", 25 * MB, size=1024, link=link)[0]
 print(f"1. {row.algorithm}: {row.steps} steps, {row.busiest_rank_bytes / MB:.1f} MB")
 
-print("2.", end=" ")
 check(parallel.tree_all_reduce)
 recording = dtlab.record_dry(on_16_MiB, parallel.tree_all_reduce, world_size=64, ranks=[0])
-print(f"   rank 0 sends {recording.communication().wire_bytes.sum() / MiB:.0f} MiB")
+print(f"2. rank 0 sends {recording.communication().wire_bytes.sum() / MiB:.0f} MiB")
 
 def send_first():
     dist.send(torch.ones(1), (rank + 1) % world_size)
