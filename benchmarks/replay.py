@@ -90,26 +90,34 @@ def replay_time(bench, peers):
     return samples
 
 
-@row("an explorer's slider: new value to new picture, kernel side", "s", {FIGURE: times_faster(10)})
-def slider(bench, peers):
-    """Every value of two sliders of lesson 02's explorer in turn; the figure has as many boxes as the picture.
+def slide(name, networks):
+    """Every value of one of the sliders of lesson 02's explorer in turn; the figure has as many boxes as the picture.
 
     Each round is on another network, so that nothing was worked out before.
     """
     from dtlab.widgets.explore import data_parallel
 
     explorer = data_parallel()
-    inputs = explorer.view() and explorer._view.inputs
-    moves = [(inputs[name], value) for name in ("ranks", "bucket_bytes") for value in explorer.legal(name)]
+    widget = explorer.view() and explorer._view.inputs[name]
     samples = {"dtlab": [], FIGURE: []}
-    for network in explorer.legal("network")[: 1 if bench.quick else 5]:
+    for network in explorer.legal("network")[:networks]:
         explorer.set(network=network)
-        for widget, value in moves:
+        for value in explorer.legal(name):
             if widget.value != value:
                 samples["dtlab"].append(timed(setattr, widget, "value", value)[0])
         num_boxes = explorer.svg.count("<rect")
         samples[FIGURE] += [timed(rebuild_figure, num_boxes)[0] for _ in range(3)]
     return samples
+
+
+@row("slider of bucket sizes: new value to new picture, kernel side", "s", {FIGURE: times_faster(10)})
+def slider(bench, peers):
+    return slide("bucket_bytes", 1 if bench.quick else 5)
+
+
+@row("slider of ranks, with which all bucket sizes are simulated anew", "s", {FIGURE: times_faster(10)})
+def slider_anew(bench, peers):
+    return slide("ranks", 1 if bench.quick else 5)
 
 
 def rebuild_figure(num_boxes):
