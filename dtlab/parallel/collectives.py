@@ -38,6 +38,7 @@ def ring_reduce_scatter(tensor: torch.Tensor, group: dist.ProcessGroup | None = 
 
     In each of n - 1 steps a rank sends one chunk to its right and adds the one that comes from its left. Chunk r
     starts at rank r + 1, goes round and is finished at rank r.
+    Not here: pieces of a chunk, one added while the next arrives; on gloo more messages cost more than that hides.
 
     Shapes on one rank: tensor [...], its other chunks hold partial sums afterwards; spare memory [c]. Sends S - c.
 
