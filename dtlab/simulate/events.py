@@ -5,7 +5,7 @@ things happened (an event that lasts stands where it ended).
 
 | kind | what happened | fields it uses beside op, start_s, end_s, where, phase |
 |---|---|---|
-| compute | an operation on tensors | cpu_s, flops, bytes (read + written), reads, writes |
+| compute | an operation on tensors; ``sleep``: a timed layer's | cpu_s, flops, bytes (read + written), reads, writes |
 | issue | a communication call was handed to the backend | bytes, wire_bytes, group, seq, peer, tag, reads, writes |
 | wait | the rank waited for one | the op, group, seq, peer and tag of the issue it ends |
 | alloc, free | a storage came to life, or its bytes went | storage, bytes, category (alloc) |
