@@ -11,7 +11,7 @@ from dtlab.errors import ConfigError
 from dtlab.plots.twin import twin
 
 _PICTURE = ('<div style="width: 100%; max-width: calc({width}px * var(--dtlab-zoom, 1))">{svg}</div>'
-            '<p aria-live="polite" style="min-height: 4.5em; line-height: 1.5; white-space: pre-line">{text}</p>')
+            '<p aria-live="polite" style="min-height: 6em; line-height: 1.5; white-space: pre-line">{text}</p>')
 _FULL = {"width": "100%", "max_width": "none"}
 
 

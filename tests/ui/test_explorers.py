@@ -102,15 +102,22 @@ def test_the_ring_is_stepped_by_button_and_by_arrow_key(notebook):
     slider(notebook, RING).focus()
     notebook.page.keyboard.press("End")  # 8 ranks
     wait_for(notebook, RING, "Step 1 of 14")
+    slider(notebook, RING, 1).focus()
+    for _ in range(9):
+        notebook.page.keyboard.press("ArrowRight")
+    wait_for(notebook, RING, "Step 10 of 14: all-gather")
+    notebook.picture("explorers-ring")
 
 
 def test_swapping_the_calls_by_keyboard_closes_the_loop(notebook):
-    before = markup(notebook, MESSAGES)
+    before, height = markup(notebook, MESSAGES), cell(notebook, MESSAGES).bounding_box()["height"]
     cell(notebook, MESSAGES).locator("input[type=checkbox]").focus()
     notebook.page.keyboard.press("Space")
     wait_for(notebook, MESSAGES, "a loop of waits")
     assert markup(notebook, MESSAGES) != before
+    assert cell(notebook, MESSAGES).bounding_box()["height"] == height  # the page does not jump
     assert "rank 0's send waits for rank 1's recv" in cell(notebook, MESSAGES).locator("p[aria-live]").inner_text()
+    notebook.picture("explorers-loop")
 
 
 def test_every_control_is_reached_with_tab(notebook):
