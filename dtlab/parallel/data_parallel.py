@@ -46,7 +46,8 @@ class DistributedDataParallel(nn.Module):
         bucket_bytes: Largest bucket of more than one parameter. 1: a bucket for each parameter.
         overlap: False sends after backward instead of during it.
         find_unused_parameters: True lets a parameter have no gradient on some ranks, which counts as zero; without one
-            on any rank its ``.grad`` stays None. One more all_reduce a step, of a number for each parameter.
+            on any rank its ``.grad`` stays None. One more all_reduce a step, of a byte for each parameter. (A rank that
+            uses no parameter at all has no backward pass, and the others wait for it.)
         broadcast_buffers: Ranks follow the first one's buffers (BatchNorm's running statistics) from one training step
             to the next; in between each adds its own part of the batch. Batch statistics themselves stay local.
 
@@ -54,7 +55,8 @@ class DistributedDataParallel(nn.Module):
         ConfigError: ranks have different models; during backward: a parameter without gradient, or with two.
 
     Not here: buckets in the order in which gradients really arrive, gradients in the memory format of channels_last
-    weights, sparse gradients, ``torch.utils.checkpoint`` with ``use_reentrant=True`` (refused; False works).
+    weights, sparse gradients, parameters that are frozen or trained only later, ``torch.utils.checkpoint`` with
+    ``use_reentrant=True`` (refused where it would be wrong; False works).
 
     Source: Li et al. 2020, arXiv:2006.15704, sections 3.2 (buckets, overlap, no_sync) and 4.1.
     """
@@ -63,7 +65,7 @@ class DistributedDataParallel(nn.Module):
                  find_unused_parameters: bool = False, broadcast_buffers: bool = True):
         super().__init__()
         at_least("bucket_bytes", bucket_bytes, 1)
-        self.module, self.group, self.num_ranks = module, group, dist.get_world_size(group)
+        self.module, self.group, self.dp_size = module, group, dist.get_world_size(group)
         self.overlap, self.find_unused_parameters = overlap, find_unused_parameters
         self.broadcast_buffers = broadcast_buffers and any(True for _ in module.buffers())
         _refuse_different_models(module, group)
@@ -75,7 +77,7 @@ class DistributedDataParallel(nn.Module):
         for bucket in self.buckets:
             tag(bucket.flat, "grads")
         self._is_syncing, self._is_joining = True, False
-        self._running = list(range(self.num_ranks))  # ranks of the group that still have data
+        self._running = list(range(self.dp_size))  # ranks of the group that still have data
         self._works = []  # of the buckets that are on their way, in order
         self._end_of_pass = None  # weakly, what autograd calls at the end of this backward pass; it dies with the pass
         self._hook_parameters()
@@ -88,7 +90,7 @@ class DistributedDataParallel(nn.Module):
         hooks, me = [], weakref.ref(self)
         for bucket in self.buckets:
             for position, parameter in enumerate(bucket.tensors):
-                hook = functools.partial(_call, me, bucket, position)
+                hook = functools.partial(_on_gradient, me, bucket, position)
                 hooks.append(parameter.register_post_accumulate_grad_hook(hook))
         weakref.finalize(self, lambda: [hook.remove() for hook in hooks])
 
@@ -118,16 +120,17 @@ class DistributedDataParallel(nn.Module):
             self._start_next()
 
     def _begin(self):
-        """With the first gradient of a backward pass."""
+        """With the first gradient of a backward pass: ask autograd to call ``_finish`` at its end."""
         self._works = []
         for bucket in self.buckets:
             bucket.ready.clear()
+        # Subtle: autograd alone holds this object, so that it also goes with a pass that fails
         finish = functools.partial(DistributedDataParallel._finish, self)
         self._end_of_pass = weakref.ref(finish)
         torch.autograd.Variable._execution_engine.queue_callback(finish)
 
     def _start_next(self):
-        # Subtle: all ranks start the buckets in the same order, whatever the order of their gradients
+        """Send the next bucket. Subtle: all ranks send in the same order, whatever that of their gradients."""
         bucket = self.buckets[len(self._works)]
         bucket.take_gradients()
         # all_reduce, 2 (n-1)/n * bytes of the bucket per rank
@@ -135,7 +138,7 @@ class DistributedDataParallel(nn.Module):
 
     def _finish(self):
         """At the end of backward: start what is left, wait for all of it, make sums means."""
-        self._end_of_pass = None
+        self._end_of_pass = None  # a gradient that comes now is of another pass
         parameters = [p for bucket in self.buckets for p in bucket.tensors]
         unused = [p for p in parameters if p.grad is None]
         if unused and not self.find_unused_parameters:
@@ -185,7 +188,7 @@ class DistributedDataParallel(nn.Module):
 
         A rank that leaves the block early takes part in the others' reductions with zeros until all have left; the mean
         is over the ranks that still run. Then all get the model of those that ran last; optimizer states stay as
-        they are. One more all_reduce a step, of a number for each rank. Every forward pass in the block with gradients
+        they are. One more all_reduce a step, of a byte for each rank. Every forward pass in the block with gradients
         on and outside ``no_sync`` needs a backward pass.
 
         Only the reductions of this object are taken part in. Calls of your own in the block, ``global_mean`` among
@@ -197,14 +200,14 @@ class DistributedDataParallel(nn.Module):
             while running := self._who_runs(False):
                 self._running = running
                 self._take_part()
-            if len(self._running) < self.num_ranks:
+            if len(self._running) < self.dp_size:
                 self._send_model(group_src=self._running[0])
         finally:
-            self._is_joining, self._running = False, list(range(self.num_ranks))
+            self._is_joining, self._running = False, list(range(self.dp_size))
 
     def _who_runs(self, i_do):
         """Ranks of the group that have a batch for this step."""
-        mine = [i_do and position == dist.get_rank(self.group) for position in range(self.num_ranks)]
+        mine = [i_do and position == dist.get_rank(self.group) for position in range(self.dp_size)]
         return [position for position, runs in enumerate(self._on_any_rank(mine)) if runs]
 
     def _take_part(self):
@@ -232,7 +235,7 @@ class DistributedDataParallel(nn.Module):
                 "(With torch.utils.checkpoint: use_reentrant=False)")
 
 
-def _call(reference, bucket, position, _parameter):
+def _on_gradient(reference, bucket, position, _parameter):
     """The hook of a parameter."""
     ddp = reference()
     if ddp is not None and ddp._is_syncing:
