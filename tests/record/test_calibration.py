@@ -81,11 +81,11 @@ def test_sleeps_are_forward_and_backward(ranks):
 
 
 def test_latency_and_bandwidth_are_fitted():
-    sizes = np.array(calibration._SIZES)
+    sizes = np.array(list(calibration._SIZES))
     latency_s, per_byte = calibration._alpha_beta(1e-4 + 2e-9 * sizes)
     assert (latency_s, per_byte) == pytest.approx((1e-4, 2e-9), rel=1e-6)
 
 
 def test_a_fit_is_never_below_zero():
-    assert min(calibration._alpha_beta(np.array([4.0, 3.0, 2.0, 1.0]))) > 0
-    assert min(calibration._alpha_beta(1e-9 * np.array([1.0, 20.0, 900.0, 10000.0]))) > 0
+    assert min(calibration._alpha_beta(np.array([5.0, 4.0, 3.0, 2.0, 1.0]))) > 0
+    assert min(calibration._alpha_beta(1e-9 * np.array([1.0, 20.0, 900.0, 10000.0, 1e5]))) > 0
