@@ -87,7 +87,7 @@ data, BATCH_SIZE = SyntheticLanguage(vocab_size=32).sample(65536, seed=0), 64
 sgd = lambda parameters: torch.optim.SGD(parameters, lr=0.1, momentum=0.9)
 flat = lambda tensors: torch.cat([tensor.detach().flatten() for tensor in tensors])
 own_mean = lambda loss_sum, num_tokens: loss_sum / num_tokens
-nothing = lambda model: model
+as_is = lambda thing: thing
 
 def global_batch(step):
     inputs, targets = batches(data, config.seq_length, BATCH_SIZE, seed=0, step=step)
@@ -98,7 +98,7 @@ def global_batch(step):
 # `train` returns the loss of every step, every gradient, and the parameters at the end:
 
 # %% name="train" tags=["exact"]
-def train(model, steps=5, shard=nothing, mean=own_mean, finish=nothing, make_optimizer=sgd):
+def train(model, steps=5, shard=as_is, mean=own_mean, finish=as_is, make_optimizer=sgd):
     optimizer, losses, grads = make_optimizer(model.parameters()), [], []
     for step in range(steps):
         inputs, targets = shard(global_batch(step))                 # which rows
@@ -106,7 +106,7 @@ def train(model, steps=5, shard=nothing, mean=own_mean, finish=nothing, make_opt
         loss = mean(loss_sum, (targets != -100).sum().item())       # over which tokens
         optimizer.zero_grad()
         loss.backward()
-        finish(model)                                               # and then
+        finish(model)                                               # what follows backward
         grads.append(flat(p.grad for p in model.parameters()))
         optimizer.step()
         losses.append(loss.detach())
@@ -132,7 +132,7 @@ def replica_hash(parameters):
 
 ranks = dtlab.launch(WORLD_SIZE)
 start = lambda prepare: replica_hash(flat(prepare(GPT(config, seed=rank)).parameters()))
-for how, prepare in {"seeded": nothing, "broadcast": equal_start}.items():
+for how, prepare in {"seeded": as_is, "broadcast": equal_start}.items():
     print(f"{how:9}: {len(set(ranks.run(start, prepare)))} different replicas")
 
 # %% [markdown]
@@ -151,14 +151,14 @@ my_rows = lambda batch: shard_batch(batch, rank, world_size)
 # %% [markdown]
 # ### Every token counts once
 #
-# A rank divides the sum of its losses not by its own tokens, but by the mean number of tokens a rank, which costs one
-# all-reduce of one number. The question's case (further ranks hold no token):
+# A rank divides the sum of its losses not by its own tokens but by those of all ranks, which costs one all-reduce of one
+# number, and multiplies by $n$, because the average will divide by it. The question's case (further ranks hold no token):
 
 # %% name="answer-1" tags=["exact"]
 def global_mean(loss_sum, num_tokens):
     total = torch.tensor(num_tokens)
     dist.all_reduce(total)
-    return loss_sum / (total / world_size)
+    return loss_sum * world_size / total
 
 def weighted():
     tokens, gradient = {0: (1, 1.0), 1: (3, 5.0)}.get(rank, (0, 0.0))
@@ -195,7 +195,7 @@ def equal(results):
 
 print("losses, gradients, parameters equal: by hand", equal(ranks.run(on_ranks)))
 for lib in (torch.nn.parallel, parallel):
-    print(lib.__name__, equal(ranks.run(on_ranks, lib.DistributedDataParallel, finish=nothing)))
+    print(lib.__name__, equal(ranks.run(on_ranks, lib.DistributedDataParallel, finish=as_is)))
 
 # %% [markdown]
 # ### Rounding or bug?
@@ -251,7 +251,7 @@ for name, pieces in programs.items():
 
 # %% name="no-broadcast" tags=["picture"]
 right = train(GPT(config, seed=0, dtype=torch.float64), steps=20)[0]
-results = ranks.run(on_ranks, nothing, steps=20, guard=False)  # comparing calls costs time
+results = ranks.run(on_ranks, as_is, steps=20, guard=False)  # comparing calls costs time
 wrong, _, replicas = map(torch.stack, zip(*results))
 losses = {"one process": right.tolist(), "no broadcast": wrong.mean(0).tolist()}
 plots.curves(losses, x="step", y="loss [nats per token]")
@@ -304,8 +304,8 @@ for name, parameter in net.named_parameters():
 net(torch.ones(2)).sum().backward()
 
 # %% [markdown]
-# The last layer comes first. So a hook fills the buckets in that order. A full bucket leaves at once, as an all-reduce that
-# nobody waits for until `finish`:
+# The last layer comes first. So a hook fills the buckets in that order, the same on every rank. A full bucket leaves at once,
+# as an all-reduce that nobody waits for until `finish`:
 
 # %% name="bucketed"
 def gradient_is_there(model, parameter):
@@ -333,7 +333,7 @@ def finish(model):
         send(model)
     for parameters, joined, work in model.sent:
         work.wait()
-        parts = (joined / dist.get_world_size()).split([p.numel() for p in parameters])
+        parts = (joined / world_size).split([p.numel() for p in parameters])
         for parameter, part in zip(parameters, parts):
             parameter.grad = part.view_as(parameter)
     model.sent.clear()
@@ -364,13 +364,14 @@ for name, size in {"one bucket, after backward": 2**30, "one a layer, during it"
 
 # %% [markdown]
 # How to read a timeline: time runs to the right; a rank's first row is what it computes, the rows below are its calls, each
-# from the call to the end of its wait. What costs time is communication (C) without computing above it: *exposed*.
+# from the call to the end of its wait (C). What costs time is communication without computing above it: it is *exposed*.
 
 # %% name="overlap-picture" tags=["picture"]
 plots.timeline(ranks.record(timed_step, 2**22), ranks=[0, 1])
 
 # %% [markdown]
-# The buckets travel under the backward (B) of the layers before them. Exposed is what is still under way at the end.
+# The buckets travel under the backward (B) of earlier layers. Exposed is what is still under way at the end. (X and C at the
+# left: the layers are made, and all wait for each other.)
 #
 # ### Postpone
 #
@@ -429,15 +430,16 @@ print(f"{big / 1e9:.2f} billion parameters, TFLOPs a step: 6NT {6e-12 * big * to
       f"+ attention {needed / 1e12:.1f}, recorded {dry['25 MB'].flops().flops.sum() / 1e12:.1f}")
 
 # %% [markdown]
-# (The table of embeddings is looked up, not multiplied; flash attention computes its scores twice.) Now on A100s, all in one
-# ring over InfiniBand. **MFU**, model FLOPs utilisation, is the FLOPs the model needs over what the devices' peak could do in that time:
+# It does, nearly. (The table of embeddings is looked up, not multiplied; flash attention computes its scores twice.) Now on
+# A100s, all in one ring over InfiniBand. **MFU**, model FLOPs utilisation, is the FLOPs the model needs over those that the
+# devices' peak could do in the time of the step:
 
 # %% name="answer-2" tags=["exact"]
 hardware = Hardware.preset("64xA100-80GB")
 timelines = {name: replay(its, hardware, algorithm="ring") for name, its in dry.items()}
 for name, t in timelines.items():
-    print(f"{name:18}{dry[name].communication().calls.sum():3} calls, "
-          f"step {t.step_time_s:.2f} s, exposed {t.exposed_communication_s:.2f} s, MFU {t.mfu:.0%}")
+    print(f"{name:18}{dry[name].communication().calls.sum():3} calls, step "
+          f"{t.step_time_s:.2f} s, exposed {t.exposed_communication_s:.2f} s, MFU {t.mfu:.0%}")
 best = min(timelines, key=lambda name: timelines[name].step_time_s)
 dtlab.reveal("02.2", f"{best}, {timelines[best].step_time_s:.2f} s", best)
 
@@ -474,10 +476,10 @@ dtlab.ledger("02", recording=recording, formula=round(formula))
 # | `global_mean` | by hand | `calculate_per_token_loss` | by hand |
 # | `equal_start` | in the constructor | same seeds, checkpoint | in `initialize` |
 #
-# Left out on purpose, and left to the lab: buffers and frozen parameters at the start; a parameter without gradient on one
-# rank, which shifts `bucketed`'s buckets (torch: `find_unused_parameters`). Batch statistics stay local unless
-# `SyncBatchNorm` joins them. Ranks with fewer batches need `join`. torch's `DistributedSampler` pads: evaluated on 4 ranks,
-# 10 samples count as 12; `shard_batch` never pads.
+# Left out on purpose: buffers and frozen parameters at the start; a rank without any token; a parameter without gradient on
+# one rank, which shifts `bucketed`'s buckets there (torch: `find_unused_parameters`). Beyond that: batch statistics stay
+# local unless `SyncBatchNorm` joins them; ranks with fewer batches need `join`; torch's `DistributedSampler` pads, so that
+# 10 samples evaluated on 4 ranks count as 12.
 #
 # ## Exercises
 #
