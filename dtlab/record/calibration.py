@@ -3,8 +3,8 @@
 **What a replay on it counts, and what not.** An operation of a live recording takes its thread-CPU time, and ranks take
 turns on the cores; a sleep takes its time and no core. Python between operators is in no event; what the recorder adds
 to ``cpu_s`` of each is about as much, so neither is corrected: over steps of GPTs the sum of ``cpu_s`` was 0.93 to 1.07
-of the step's own, over steps whose operators take some ten microseconds 1.3 to 1.6. A dry recording has FLOPs and bytes only: roofline
-plus the overhead of an operator, measured on a step that has hardly any work.
+of the step's own, over steps whose operators take some ten microseconds 1.3 to 1.6. A dry recording has FLOPs and bytes
+only: roofline plus the overhead of an operator, measured on a step that has hardly any work.
 
 A message between processes costs cores too; that is not counted. On GPUs the clock waits for the device, products are
 of float32, and each rank counts as having a device of its own.
