@@ -363,15 +363,17 @@ for name, size in {"one bucket, after backward": 2**30, "one a layer, during it"
     assert best > 0.12  # six layers that sleep
 
 # %% [markdown]
-# How to read a timeline: time runs to the right; a rank's first row is what it computes, the rows below are its calls, each
-# from the call to the end of its wait (C). What costs time is communication without computing above it: it is *exposed*.
+# A recording knows when a call began and when somebody waited for it, not when its bytes moved. `replay` computes that for
+# named hardware; here for the recorded step, sleeps and all, over Ethernet of 10 Gb/s. How to read a timeline: time runs to
+# the right; a rank's first row is what it computes, the row below its calls (C). What costs time is communication without
+# computing above it: it is *exposed*.
 
 # %% name="overlap-picture" tags=["picture"]
-plots.timeline(ranks.record(timed_step, 2**22), ranks=[0, 1])
+machine = Hardware.preset(f"{WORLD_SIZE}xA100", inside="Ethernet 10")
+plots.timeline(replay(ranks.record(timed_step, 2**22), machine), ranks=[0, 1])
 
 # %% [markdown]
-# The buckets travel under the backward (B) of earlier layers. Exposed is what is still under way at the end. (X and C at the
-# left: the layers are made, and all wait for each other.)
+# Five buckets travel under the backward (B) of earlier layers. Only the last is exposed: nothing is left to hide it.
 #
 # ### Postpone
 #
@@ -409,12 +411,11 @@ print(f"bytes each rank sends: by formula {formula:,.0f}, recorded {sent:,.0f}")
 # model of $N$ parameters needs $6NT$ FLOPs for $T$ tokens, forward and backward, and some more for attention:
 
 # %% name="dry" tags=["exact"]
-sizes = dict(num_layers=24, hidden_size=2176, num_heads=17, seq_length=2048, vocab_size=32000,
-             tie_embeddings=False)
-shape, tokens = theory.ModelShape(**sizes), 2 * 2048
+sizes = dict(num_layers=24, hidden_size=2176, num_heads=17, seq_length=2048, vocab_size=32000)
+shape, tokens = theory.ModelShape(**sizes, tie_embeddings=False), 2 * 2048
 
 def big_step(bucket_bytes):
-    model = GPT(GPTConfig(**sizes), dtype=torch.bfloat16, device="meta")
+    model = GPT(GPTConfig(**sizes, tie_embeddings=False), dtype=torch.bfloat16, device="meta")
     empty = {name: torch.empty_like(p, device=device) for name, p in model.named_parameters()}
     model.load_state_dict(empty, assign=True)  # first values do not matter
     bucketed(model, bucket_bytes)
