@@ -144,8 +144,8 @@ class Board:
 
     # publishing
 
-    def publish(self, *, channel, seq, kind, peer, tag, op, where, what, members, facts="", label=""):
-        """Append a call to this rank's log; its index."""
+    def publish(self, channel, seq, kind, peer, tag, op, where, what, members, facts="", label=""):
+        """Append a call to this rank's log; its index. The fields are those of ``Call``."""
         base = self._base(self.rank)
         (index,) = struct.unpack_from("<Q", self.memory, base)
         texts = [t[:_SHOWN_CHARS] for t in (op, where, what)] + [",".join(map(str, members)), facts, label]
@@ -181,6 +181,12 @@ class Board:
     def call(self, rank, index):
         """The call with this index in a rank's log, or None when the ring has overwritten it."""
         return self.readers[rank].read(index)
+
+    def last_call(self, rank):
+        """The call that a rank has published last; None if it has made none."""
+        reader = self.readers[rank]
+        reader.pump()
+        return reader.read(max(reader.last.values())) if reader.last else None
 
     def pump(self):
         """Read what the ranks have published since the last time."""

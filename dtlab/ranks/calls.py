@@ -10,7 +10,6 @@ Not seen: a wait that C++ makes by itself (DDP's reducer at the end of backward)
 """
 import datetime
 import functools
-import os
 import threading
 import time
 import weakref
@@ -22,27 +21,10 @@ from torch.distributed import distributed_c10d
 
 from dtlab.errors import ConfigError
 from dtlab.ranks import guard_buffers
-from dtlab.ranks.board import ANY, COLLECTIVE, RECV, RECV_ANY, SEND, call_text, rank_list
+from dtlab.ranks.board import ANY, COLLECTIVE, RECV_ANY, SEND, Call, call_text, rank_list
 from dtlab.ranks.guard import Guard
-from dtlab.ranks.guard_facts import FAMILY, Operands, facts_without_tensors
+from dtlab.ranks.guard_facts import FAMILY, Operands, facts_without_tensors, flat
 from dtlab.ranks.guard_order import here
-
-_P2P = {"send": SEND, "recv_": RECV, "recv_any_source_": RECV_ANY}
-_NAMES = {  # c10d operator -> the name in torch.distributed
-    "allreduce_": "all_reduce",
-    "allgather_": "all_gather",
-    "_allgather_base_": "all_gather_into_tensor",
-    "reduce_scatter_": "reduce_scatter",
-    "_reduce_scatter_base_": "reduce_scatter_tensor",
-    "alltoall_": "all_to_all",
-    "alltoall_base_": "all_to_all_single",
-    "recv_any_source_": "recv",
-    "allreduce_coalesced_": "all_reduce_coalesced",
-    "allgather_coalesced_": "all_gather_coalesced",
-    "allgather_into_tensor_coalesced_": "all_gather_into_tensor_coalesced",
-}
-_TORCH = os.path.dirname(torch.__file__) + os.sep
-_SKIPPED_FILES = (_TORCH, "/dtlab/ranks/", "/dtlab/record/", "<frozen ", "/contextlib.py", "<string>")
 
 
 class Stopped(BaseException):
@@ -97,12 +79,10 @@ class Publisher:
         with self._lock:
             seq = self._seqs.get((channel, kind), 0)
             self._seqs[channel, kind] = seq + 1
-            index = self.board.publish(
-                channel=channel, seq=seq, kind=kind, peer=peer, tag=tag, op=op, where=where, what=what,
-                members=members, facts=facts, label=site.label,
-            )  # fmt: skip
+            fields = (channel, seq, kind, peer, tag, op, where, what, members, facts, site.label)
+            index = self.board.publish(*fields)
         if self.guard.on and kind != RECV_ANY:
-            self.guard.compare(index, wanted, channel, seq, kind, members, site, facts)
+            self.guard.compare(Call(index, *fields), wanted)
         return index
 
     def remember(self, work, index):
@@ -195,7 +175,7 @@ def install():
         namespace, name = full_name.split("::")
         if namespace == "c10d" and name != "check_for_nan":
             op = getattr(torch.ops.c10d, name).default
-            kernel = _barrier_kernel(op, after) if name == "monitored_barrier_" else _kernel(op, name, after)
+            kernel = _barrier_kernel(op, after) if name == "monitored_barrier_" else _kernel(op, after)
             library.impl(op, kernel, "BackendSelect", with_keyset=True)
     functional = install.functional = torch.library.Library("_c10d_functional", "IMPL")
     wait = torch.ops._c10d_functional.wait_tensor.default
@@ -206,30 +186,23 @@ def install():
     guard_buffers.install(lambda: current and current.guard.buffers)
 
 
-def _kernel(op, name, after):
-    names = [a.name for a in op._schema.arguments]
-    group_at, kind = names.index("process_group"), _P2P.get(name, COLLECTIVE)
-    public = _NAMES.get(name, name.strip("_"))
-    tensors_at = 0 if kind != COLLECTIVE else max(0, next((i for i, n in enumerate(names) if n.startswith("input")), 0))
-    peer_at = names.index("dst") if kind == SEND else names.index("src") if kind == RECV else None
-    tag_at = names.index("tag") if kind != COLLECTIVE else None
-    work_at = None if len(op._schema.returns) == 1 else -1
-    operands = Operands(name, names, public)
+def _kernel(op, after):
+    operands, work_at = Operands(op), None if len(op._schema.returns) == 1 else -1
+    public, kind = operands.public, operands.kind
 
     def kernel(keyset, *args):
         publisher = current
         if publisher is None:
             return op.redispatch(keyset & after, *args)
-        started, group = time.perf_counter(), dist.ProcessGroup.unbox(args[group_at])
+        started, group = time.perf_counter(), dist.ProcessGroup.unbox(args[operands.group])
         members, key = publisher.group_facts(group)
-        peer = ANY if peer_at is None else members[args[peer_at]]
-        tag = 0 if tag_at is None else args[tag_at]
+        peer = ANY if operands.peer is None else members[args[operands.peer]]
+        tag = 0 if operands.tag is None else args[operands.tag]
         site, guard, facts = here(), publisher.guard, ""
         if guard.on:
             facts, *tensors = guard.examine(operands, args, members, site)
-        index = publisher.publish(
-            public, kind, members, key, peer, tag, _describe(args[tensors_at], public), facts, site
-        )
+        what = _describe(flat(args[operands.inputs or 0])) if public != "barrier" else ""
+        index = publisher.publish(public, kind, members, key, peer, tag, what, facts, site)
         out = op.redispatch(keyset & after, *args)
         work = distributed_c10d.Work.unbox(out if work_at is None else out[work_at])
         if work is None:  # NCCL gives no handle for a synchronous call, so nothing else would wait in Python
@@ -239,9 +212,9 @@ def _kernel(op, name, after):
         if guard.on and work is not None and site.direct and operands.gives_handle(args):
             guard.buffers.open(work, index, *tensors)
         if observer is not None:
-            observer.issued(started, op, public, group, members, peer, tag, args, work)
+            observer.issued(started, operands, group, members, peer, tag, args, work)
         if kind == COLLECTIVE:
-            _note_results(publisher, args[0], index)
+            _note_results(publisher, flat(args[0]), index)
         return out
 
     return kernel
@@ -267,8 +240,8 @@ def _barrier_kernel(op, after):
 
 def _note_results(publisher, tensors, index):
     """Functional collectives wait by tensor, not by handle: note which call fills which storage."""
-    for tensor in tensors if isinstance(tensors, (list, tuple)) else [tensors]:
-        if isinstance(tensor, torch.Tensor) and tensor.layout == torch.strided:
+    for tensor in tensors:
+        if tensor.layout == torch.strided:
             publisher._by_tensor[tensor.untyped_storage()._cdata] = index
     while len(publisher._by_tensor) > 256:
         publisher._by_tensor.pop(next(iter(publisher._by_tensor)))
@@ -293,17 +266,12 @@ def _wait_kernel(op, after):
     return kernel
 
 
-def _describe(tensors, op):
-    """``4x3 float32`` of the tensor a call sends; the first of a list, with the number of the rest."""
-    if op == "barrier":
+def _describe(tensors):
+    """``4x3 float32`` of the tensor a call sends; the first of several, with the number of the rest."""
+    if not tensors:
         return ""
-    more = ""
-    while isinstance(tensors, (list, tuple)):
-        if not tensors:
-            return ""
-        more = f" and {len(tensors) - 1} more" if len(tensors) > 1 else more
-        tensors = tensors[0]
-    return _shape_text(tuple(tensors.shape), tensors.dtype) + more
+    more = f" and {len(tensors) - 1} more" if len(tensors) > 1 else ""
+    return _shape_text(tuple(tensors[0].shape), tensors[0].dtype) + more
 
 
 @functools.lru_cache(1024)

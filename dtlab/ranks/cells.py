@@ -11,6 +11,7 @@ import torch.distributed as dist
 
 from dtlab.errors import ConfigError, DtlabError
 from dtlab.ranks import calls, console
+from dtlab.ranks.guard_order import USERS, owner
 from dtlab.ranks.settings import PREDEFINED
 
 _ENGINE = ("/dtlab/ranks/", "/dtlab/record/")
@@ -125,7 +126,8 @@ def describe_error(error):
     if isinstance(error, SyntaxError) and error.lineno and error.filename:
         source = (error.text or linecache.getline(error.filename, error.lineno)).rstrip()
         frames = [traceback.FrameSummary(error.filename, error.lineno, "<module>", line=source, lookup_line=False)]
-    own = [f for f in frames if _is_users(f.filename)] or frames[-1:]
+    users = [f for f in frames if owner(f.filename) == USERS]
+    own = users or frames[-1:]
     deepest = [] if not frames or frames[-1] in own or isinstance(error, DtlabError) else [frames[-1]]
     message = error.msg if isinstance(error, SyntaxError) else _text_of(error)
     if isinstance(error, SyntaxError) and own and own[0].line and own[0].line.lstrip()[:1] in "%!":
@@ -136,7 +138,7 @@ def describe_error(error):
         "message": message if len(message) < 5000 else message[:5000] + " ...",
         "frames": [(*_place(f), f.name, f.line) for f in own + deepest],
         "traceback": _text_of_traceback(error),
-        "place": "{}, line {}".format(*_place(own[-1])) if own and _is_users(own[-1].filename) else "",
+        "place": "{}, line {}".format(*_place(users[-1])) if users else "",
         "call": _call_of(error),
         "group_ended": "gloo" in message or not dist.is_initialized(),
         "lost_peer": isinstance(error, RuntimeError) and any(text in message for text in _LOST),
@@ -170,11 +172,6 @@ def _call_of(error):
             return call
         error = error.__context__
     return ""
-
-
-def _is_users(filename):
-    library = ("site-packages", "dist-packages", "<frozen ", f"lib/python{sys.version_info.major}.")
-    return not any(part in filename for part in library) or filename.startswith("<cell")
 
 
 def show_value(value, show):

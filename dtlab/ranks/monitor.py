@@ -118,8 +118,7 @@ class Monitor:
 
     def wait_in_torch(self, rank):
         """``[wait]`` of a rank that sits in torch though all members have made its last call; else empty."""
-        last = self.board.readers[rank].last
-        call = self.board.call(rank, max(last.values())) if last else None
+        call = self.board.last_call(rank)
         return [Wait(call, [])] if call and self._sits_in_communication(rank) else []
 
     def verdict(self, ended, failed):
@@ -130,7 +129,7 @@ class Monitor:
         self._last = look.signature, sorted(stuck)
         return stuck if agreed else {}
 
-    def watch_progress(self, ended, failed):
+    def watch_progress(self):
         """Note which ranks use the processor or issue calls."""
         now = time.monotonic()
         if now - self._checked_at < PROGRESS_EVERY_S:

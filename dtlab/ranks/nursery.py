@@ -2,7 +2,6 @@
 import atexit
 import contextlib
 import os
-import signal
 import subprocess
 import sys
 import threading
@@ -10,6 +9,7 @@ import time
 
 from dtlab.errors import RankError
 from dtlab.ranks.wire import Channel, channel_pair
+from dtlab.ranks.zygote import kill_group
 
 READY_WITHIN_S = 120  # imports on a slow, loaded machine
 _QUIET = {  # read by libraries when they are first imported
@@ -45,7 +45,7 @@ class Nursery:
         )
         theirs.close()
         self.channel = Channel(mine)
-        self.facts = None  # what it found when it was ready
+        self.num_gpus = None  # known when it is ready
         self._starts = 0  # calls of start; an interrupted one may still be answered
         self.killed = set()  # pids of ranks that were to end
         self.exits = {}  # pid -> exit status of ranks that have ended
@@ -55,20 +55,18 @@ class Nursery:
         return self.owner == os.getpid() and self.process.poll() is None and not self.channel.closed
 
     def wait_ready(self):
-        """Wait for the zygote's imports; its facts.
+        """Wait for the zygote's imports.
 
         Raises:
             RankError: it could not start; the message holds the last line of what it said.
         """
-        if self.facts is None:
+        if self.num_gpus is None:
             frame = self.channel.receive(READY_WITHIN_S)
             if frame is None or frame[0][0] != "ready":
                 said = frame[0][2] if frame else self._last_words()
                 self.close()
                 raise RankError(f"the process that starts ranks did not come up: {said}. Try `dtlab doctor`.")
-            self.facts = frame[0][1]
-            self.method = self.facts["method"]
-        return self.facts
+            _, self.method, self.num_gpus = frame[0]
 
     def _last_words(self):
         self.process.kill()
@@ -78,16 +76,11 @@ class Nursery:
     def start(self, settings, fds_by_rank):
         """Start one process for each rank; rank -> pid. The descriptors stay open here."""
         self.wait_ready()
-        fds = [fd for mine in fds_by_rank.values() for fd in mine]
-        ranks = list(fds_by_rank)
         pids = {}
         self._starts += 1
-        for at in range(0, len(ranks), 2):  # few descriptors in a frame
-            some = ranks[at : at + 2]
-            per_rank = len(fds) // len(ranks)
-            theirs = fds[at * per_rank : (at + len(some)) * per_rank]
-            self.channel.send("start", self._starts, settings, some, fds=theirs)
-        while len(pids) < len(ranks):
+        for rank, fds in fds_by_rank.items():
+            self.channel.send("start", self._starts, settings, rank, fds=fds)
+        while len(pids) < len(fds_by_rank):
             frame = self.channel.receive(READY_WITHIN_S)
             if frame is None:
                 raise RankError("the process that starts ranks has ended; run the launch cell again")
@@ -98,9 +91,9 @@ class Nursery:
 
     def _take(self, message, pids=None):
         if message[:2] == ("started", self._starts) and pids is not None:
-            pids.update(message[2])
-            for pid in message[2].values():
-                self.exits.pop(pid, None)  # of an earlier process with this number
+            _, _, rank, pid = message
+            pids[rank] = pid
+            self.exits.pop(pid, None)  # of an earlier process with this number
         elif message[0] == "exited":
             self.exits[message[2]] = message[3]
 
@@ -127,8 +120,7 @@ class Nursery:
     def bury(pids):
         """End what ranks have started, when the zygote, who would do it, is gone."""
         for pid in pids:
-            with contextlib.suppress(OSError):
-                os.killpg(pid, signal.SIGKILL)
+            kill_group(pid)
 
     def close(self):
         """End the zygote and all its ranks."""
@@ -138,8 +130,7 @@ class Nursery:
         with contextlib.suppress(subprocess.TimeoutExpired):
             self.process.wait(3)
         if self.process.poll() is None:
-            with contextlib.suppress(OSError):
-                os.killpg(self.process.pid, signal.SIGKILL)
+            kill_group(self.process.pid)
             self.process.wait()
         self.process.stderr.close()
 

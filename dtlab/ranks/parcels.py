@@ -22,18 +22,21 @@ _ALIGN = 64  # bytes; tensors start on a cache line
 
 @dataclass
 class Parcel:
-    """A packed value: its pickle inline; or a file with the pickle and the buffers, whose ``sizes`` are given."""
+    """A packed value: its pickle inline; or a file with the pickle and the buffers, whose ``sizes`` are given.
+
+    A message carries the file's descriptor beside the parcel: whoever receives them sets ``fds``.
+    """
 
     pickled: bytes = b""
-    fd: int | None = None
-    sizes: tuple = ()  # bytes of each piece in the file
+    fds: tuple = ()  # of the file, if there is one
+    sizes: tuple = ()  # bytes of each piece in it
     filenames: frozenset = frozenset()  # of code that travels by value
 
     def close(self):
         """Close the file, after it was sent."""
-        if self.fd is not None:
-            os.close(self.fd)
-            self.fd = None
+        for fd in self.fds:
+            os.close(fd)
+        self.fds = ()
 
 
 class _Pickler(cloudpickle.Pickler):
@@ -99,7 +102,7 @@ def pack(obj):
     pieces = [body.getbuffer(), *(buffer.raw() for buffer in pickler.buffers)]
     fd = wire.anonymous_file()
     _write_all(fd, pieces)
-    return Parcel(fd=fd, sizes=tuple(piece.nbytes for piece in pieces), filenames=filenames)
+    return Parcel(fds=(fd,), sizes=tuple(piece.nbytes for piece in pieces), filenames=filenames)
 
 
 def _write_all(fd, pieces):
@@ -174,8 +177,8 @@ def _map_private(fd):
 def unpack(parcel):
     """``(object, list of the globals dicts of functions that came by value)``; closes the parcel's file."""
     body, buffers = parcel.pickled, []
-    if parcel.fd is not None:
-        whole, offset = _map_private(parcel.fd), 0
+    if parcel.fds:
+        whole, offset = _map_private(parcel.fds[0]), 0
         parcel.close()
         for size in parcel.sizes:
             buffers.append(whole[offset : offset + size])

@@ -1,10 +1,10 @@
 """``dtlab.launch``: live ranks that the notebook talks to."""
 import contextlib
 import os
-import selectors
 import sys
 import threading
 import time
+from multiprocessing import connection
 
 from dtlab.errors import ConfigError, RankError
 from dtlab.ranks import interrupts, notebook, parcels, report, wire
@@ -70,7 +70,7 @@ class Ranks:
         self._lock = threading.RLock()
         self._cell_number = self._questions = 0
         self._channels, self._controls, self._raw = {}, {}, {}
-        self._store_fd = self._board_fd = None
+        self._fds = []  # of the store and the board
         self._nursery = nursery()
         self._settings = self._choose_backend(device, share_gpu)
         try:
@@ -83,7 +83,8 @@ class Ranks:
         self.alive = True
 
     def _choose_backend(self, device, share_gpu):
-        gpus = self._nursery.wait_ready().get("gpus") or 0
+        self._nursery.wait_ready()
+        gpus = self._nursery.num_gpus
         if device == "auto":
             device = "cuda" if 0 < gpus >= self.size else "cpu"
         if device == "cuda" and (gpus == 0 or (gpus < self.size and not share_gpu)):
@@ -93,67 +94,59 @@ class Ranks:
             raise ConfigError(f"{self.size} ranks on CUDA need {self.size} GPUs, and {gpus} are visible: {cure}")
         backend = "gloo" if device == "cpu" or share_gpu else "cpu:gloo,cuda:nccl"
         threads = num_threads(self.size)
-        return {
-            "world_size": self.size,
-            "device": device,
-            "backend": backend,
-            "threads": threads,
-            "environ": {**os.environ, **rank_environ(threads)},
-        }
+        environ = {**os.environ, **rank_environ(threads)}
+        return {"world_size": self.size, "device": device, "backend": backend, "threads": threads, "environ": environ}
 
     # processes
 
     def _new_board(self):
         self._close_board()
-        self._store_fd, self._board_fd = wire.anonymous_file("dtlab-store"), Board.make_file(self.size)
-        self.board = Board(self._board_fd, self.size)
+        self._fds = [wire.anonymous_file("dtlab-store"), Board.make_file(self.size)]
+        self.board = Board(self._fds[1], self.size)
 
     def _close_board(self):
-        for fd in (self._store_fd, self._board_fd):
-            if fd is not None:
-                os.close(fd)
-        self._store_fd = self._board_fd = None
+        while self._fds:
+            os.close(self._fds.pop())
 
     def _start(self, ranks):
-        fds, mine = {}, {}
+        fds = {}
         for rank in ranks:
             (cells, cells_there), (control, control_there) = wire.channel_pair(), wire.channel_pair()
-            raw, raw_there = os.pipe()
-            os.set_blocking(raw, False)
-            mine[rank] = wire.Channel(cells), wire.Channel(control), raw
-            fds[rank] = [cells_there.detach(), control_there.detach(), raw_there, self._store_fd, self._board_fd]
+            self._raw[rank], raw_there = os.pipe()
+            os.set_blocking(self._raw[rank], False)
+            self._channels[rank], self._controls[rank] = wire.Channel(cells), wire.Channel(control)
+            fds[rank] = [cells_there.detach(), control_there.detach(), raw_there]
+        settings = {**self._settings, "number": self._cell_number}
         try:
-            self.pids.update(self._nursery.start(self._settings, fds))
+            self.pids.update(self._nursery.start(settings, {rank: [*there, *self._fds] for rank, there in fds.items()}))
         finally:
             for there in fds.values():
-                for fd in there[:3]:
+                for fd in there:
                     os.close(fd)
-            for rank, (cells, control, raw) in mine.items():
-                self._channels[rank], self._controls[rank], self._raw[rank] = cells, control, raw
 
     def _await_joined(self, ranks):
         """Wait until ranks are in the group. If one cannot join, or ends, the others would wait for it for ever."""
         spawned = self._nursery.method == "spawn"  # each new process imports torch
         deadline = time.monotonic() + (READY_WITHIN_S if spawned else REGROUP_WITHIN_S)
-        with selectors.DefaultSelector() as waiting:
-            for rank in ranks:
-                waiting.register(self._channels[rank], selectors.EVENT_READ, rank)
-            while left := waiting.get_map():
-                ready = waiting.select(max(0.0, deadline - time.monotonic()))
-                if not ready:
-                    raise self._cannot_join(min(key.data for key in left.values()), "no answer")
-                for key, _ in ready:
-                    if self._has_joined(key.data):
-                        waiting.unregister(key.fileobj)
+        waiting = {self._channels[rank]: rank for rank in ranks}
+        while waiting:
+            ready = connection.wait(list(waiting), max(0.0, deadline - time.monotonic()))
+            if not ready:
+                raise self._cannot_join(min(waiting.values()), "no answer")
+            for channel in ready:
+                if self._has_joined(waiting[channel]):
+                    del waiting[channel]
 
     def _has_joined(self, rank):
         channel = self._channels[rank]
         for message, _ in channel.receive_ready():
-            if message[0] == "done" and message[2] != "ok":
-                raise self._cannot_join(rank, message[3]["message"])
-            if message[0] == "ready" or message[:2] == ("done", self._cell_number):
-                if message[0] == "done":
-                    self.lost_groups |= parcels.unpack(message[3])[0]
+            if message[0] != "done":
+                continue
+            _, number, status, value, _ = message
+            if status != "ok":
+                raise self._cannot_join(rank, value["message"])
+            if number == self._cell_number:
+                self.lost_groups |= parcels.unpack(value)[0]
                 return True
         if channel.closed:
             raise self._cannot_join(rank, "its process has ended")
@@ -164,11 +157,9 @@ class Ranks:
 
     def _drop(self, rank):
         """Forget a process that has ended."""
-        for channels in (self._channels, self._controls):
-            if rank in channels:
-                channels.pop(rank).close()
-        if rank in self._raw:
-            os.close(self._raw.pop(rank))
+        self._channels.pop(rank).close()
+        self._controls.pop(rank).close()
+        os.close(self._raw.pop(rank))
         self.names.pop(rank, None)
 
     def kill(self, ranks):
@@ -221,7 +212,7 @@ class Ranks:
             self._drop(rank)
         self._cell_number += 1
         for channel in self._channels.values():
-            channel.send("regroup", self._cell_number, fds=[self._store_fd, self._board_fd])
+            channel.send("regroup", self._cell_number, fds=self._fds)
         self._start(dead)
         self._await_joined(range(self.size))
 
@@ -351,11 +342,8 @@ class Ranks:
         self._require_alive()
         self._cell_number += 1
         self.board.clear_poison()
-        fds = [parcel.fd] if parcel and parcel.fd is not None else []
         for rank in ranks:
-            self._channels[rank].send(kind, self._cell_number, *content, fds=fds)
-        if parcel:
-            parcel.close()
+            self._channels[rank].send(kind, self._cell_number, *content, fds=parcel.fds if parcel else ())
         patience = KILL_COPY_AFTER_S if kind in ("push", "pull") else KILL_AFTER_S
         return CellRun(self, ranks, self._cell_number, timeout, held, patience).finish()
 

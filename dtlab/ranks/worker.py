@@ -20,11 +20,12 @@ import dtlab
 from dtlab.errors import ConfigError
 from dtlab.ranks import calls, cells, console, parcels
 from dtlab.ranks.board import Board
+from dtlab.ranks.guard_order import USERS, owner
 from dtlab.ranks.leaving import leave_groups, shut_sockets
 from dtlab.ranks.store import MemoryStore
 from dtlab.ranks.wire import Channel
 from dtlab.ranks.zygote import die_with_parent
-from dtlab.record.names import cell_names, global_names
+from dtlab.record.names import global_names
 
 _STOP_SIGNAL = signal.SIGUSR2
 _ENGINE_FILES = tuple(f"/dtlab/ranks/{name}.py" for name in ("wire", "board", "calls", "console", "worker", "parcels"))
@@ -66,7 +67,7 @@ class Worker:
             dist=dist, torch=torch, dtlab=dtlab, display=self.display,
         )
         threading.Thread(target=self._control, daemon=True, name="dtlab-control").start()
-        self.reply("ready", os.getpid())
+        self._finish(self.settings["number"], *self._attempt(lambda: False))  # no group of the reader's was lost
 
     def _device(self):
         if self.settings["device"] != "cuda":
@@ -118,10 +119,8 @@ class Worker:
 
     def on_cell(self, number, present, context, code, label, fds):
         """Run the text of a cell."""
-        show = lambda value: cells.show_value(value, self.send_output)  # noqa: E731
-        run = lambda: cells.run_code(code, label, self.namespace, show)  # noqa: E731
-        names = cell_names(code) if context["record"] else ()
-        self._run(number, present, context, lambda: self._maybe_record(context, run, names))
+        run = lambda: cells.run_code(code, label, self.namespace, self.display)
+        self._run(number, present, context, lambda: self._maybe_record(context, run, code))
 
     def on_call(self, number, present, context, parcel, files, fds):
         """Call a function that came from the notebook; its value goes back."""
@@ -129,35 +128,34 @@ class Worker:
         def call():
             for filename, (label, source) in files.items():
                 cells.remember_source(filename, label, source)
-            parcel.fd = fds[0] if fds else None
+            parcel.fds = fds
             (function, args, kwargs), all_globals = parcels.unpack(parcel)
             if "dry" in context:
                 return self._play(context["dry"], function, args, kwargs, all_globals)
-            run = lambda: cells.run_function(function, args, kwargs, all_globals, self.namespace)  # noqa: E731
-            names = global_names(function) if context["record"] else ()
-            return self._maybe_record(context, run, names, function, args, kwargs)
+            run = lambda: cells.run_function(function, args, kwargs, all_globals, self.namespace)
+            return self._maybe_record(context, run, function, args, kwargs)
 
         self._run(number, present, context, call)
 
-    def _maybe_record(self, context, run, names, *held):
+    def _maybe_record(self, context, run, code, *held):
         if not context["record"]:
             return run()
         from dtlab.record.recorder import record
 
-        return record(run, [*held, *(self.namespace.vars[n] for n in names if n in self.namespace.vars)])
+        used = [self.namespace.vars[name] for name in global_names(code) if name in self.namespace.vars]
+        return record(run, [code, *held, *used])
 
     def _play(self, played, function, args, kwargs, all_globals):
         from dtlab.record.play import play
 
         self.namespace.predefine(rank=played[0], world_size=played[1])
-        run = lambda args, kwargs: cells.run_function(function, args, kwargs, all_globals, self.namespace)  # noqa: E731
+        run = lambda args, kwargs: cells.run_function(function, args, kwargs, all_globals, self.namespace)
         return play(run, (function, args, kwargs), *played)
 
     def on_push(self, number, parcel, fds):
         """Put values into the namespace."""
-        parcel.fd = fds[0] if fds else None
-        self._number(number)
-        self._finish(number, *self._attempt(lambda: self.namespace.push(parcels.unpack(parcel)[0])))
+        parcel.fds = fds
+        self._answer(number, lambda: self.namespace.push(parcels.unpack(parcel)[0]))
 
     def on_pull(self, number, name, fds):
         """Send a variable's value back."""
@@ -168,8 +166,7 @@ class Worker:
                 raise ConfigError(f"the ranks have no variable {name!r}; their variables: {names}")
             return self.namespace.vars[name]
 
-        self._number(number)
-        self._finish(number, *self._attempt(value))
+        self._answer(number, value)
 
     def on_regroup(self, number, fds):
         """Leave the old group, with whatever hangs in it, and join a new one; variables stay."""
@@ -183,6 +180,7 @@ class Worker:
         os.close(self.board_fd)
         self.store_fd, self.board_fd = fds
         self._finish(number, *self._attempt(lambda: self.join_group() or had_groups))
+
     def _run(self, number, present, context, action):
         def whole():
             value = action()
@@ -215,6 +213,10 @@ class Worker:
         except BaseException as error:  # noqa: B036  (SystemExit and Stopped end a cell, not the rank)
             return ("stopped" if isinstance(error, calls.Stopped) else "error"), cells.describe_error(error)
 
+    def _answer(self, number, action):
+        self._number(number)
+        self._finish(number, *self._attempt(action))
+
     def _number(self, number):
         """Begin a command: orders to stop an earlier one do not touch it."""
         with self.number_lock:
@@ -237,11 +239,9 @@ class Worker:
         names = self.namespace.names()
         changed = None if names == self.known_names else names
         self.known_names = names
-        fd = getattr(answer, "fd", None)
-        if fd is not None:
-            answer.fd = None
-        self.reply("done", number, status, answer, changed, fds=[] if fd is None else [fd])
-        if fd is not None:
+        fds = answer.fds if status == "ok" else ()
+        self.reply("done", number, status, answer, changed, fds=fds)
+        for fd in fds:
             os.close(fd)
 
     # out of band
@@ -284,7 +284,7 @@ def is_in_engine(frame):
     """Whether dtlab's own code is at work: half a message, or half a call on the board, would break the rank."""
     while frame is not None and frame.f_code is not cells.run_function.__code__:
         filename = frame.f_code.co_filename
-        if filename.endswith(_ENGINE_FILES) or cells._is_users(filename):
+        if filename.endswith(_ENGINE_FILES) or owner(filename) == USERS:
             return filename.endswith(_ENGINE_FILES)
         frame = frame.f_back
     return False
@@ -306,7 +306,7 @@ def where_is_main_thread():
     communicates = any(part in frame.f_code.co_filename for part in _WAITING_FILES)
     while frame is not None:
         filename = frame.f_code.co_filename
-        if not any(part in filename for part in calls._SKIPPED_FILES) and cells._is_users(filename):
+        if owner(filename) == USERS:
             place = f"{calls.label_of(filename)}, line {frame.f_lineno}"
             break
         frame = frame.f_back
@@ -352,7 +352,7 @@ def main(settings, rank, fds):
     global _worker
     with contextlib.suppress(OSError):
         os.setpgid(0, 0)  # its own process group: the kernel's interrupts do not reach it, its children end with it
-    die_with_parent()
+    die_with_parent(signal.SIGKILL)
     os.environ.update(settings["environ"])
     faulthandler.enable(all_threads=False)  # a crash in C++ prints its Python line
     os.dup2(fds[2], 1)

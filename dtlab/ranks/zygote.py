@@ -4,9 +4,9 @@ It is exec'd (it inherits nothing from the kernel), keeps one thread, and ends w
 end of the socket closes, whatever the reason. Where fork is not safe (macOS) it starts each rank as a fresh program
 instead; everything else is the same.
 
-Messages in: ``("start", number, settings, [rank, ...])`` with five descriptors a rank, ``("kill", [pid, ...])``.
-Messages out: ``("ready", facts)``, ``("started", number, {rank: pid})``, ``("exited", rank, pid, status)``,
-``("failed", number, text)``.
+Messages in: ``("start", number, settings, rank)`` with five descriptors, ``("kill", [pid, ...])``.
+Messages out: ``("ready", method, number of GPUs)``, ``("started", number, rank, pid)``, ``("failed", number, text)``,
+``("exited", rank, pid, status)``.
 """
 import contextlib
 import ctypes
@@ -23,11 +23,10 @@ from dtlab.ranks.wire import Channel
 _RANK_PROGRAM = (
     "import sys, json; sys.path[:] = json.loads(sys.argv[1]); from dtlab.ranks import worker; worker.from_shell()"
 )
-FDS_PER_RANK = 5  # cells, control, raw output, store, board
 _PR_SET_PDEATHSIG = 1
 
 
-def die_with_parent(with_signal=signal.SIGKILL):
+def die_with_parent(with_signal):
     """Ask Linux to end this process when its parent ends; a second line behind the closed socket."""
     if sys.platform == "linux":
         ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, with_signal)
@@ -47,6 +46,12 @@ def close_all_but(kept):
         if int(name) not in kept:
             with contextlib.suppress(OSError):
                 os.close(int(name))
+
+
+def kill_group(pid):
+    """Kill a process and those that it has started."""
+    with contextlib.suppress(OSError):
+        os.killpg(pid, signal.SIGKILL)
 
 
 class Zygote:
@@ -76,21 +81,17 @@ class Zygote:
             signal.signal(signal.SIGTERM, signal.SIG_IGN)
             self.on_kill(list(self.ranks))
 
-    def on_start(self, number, settings, ranks, fds):
-        """Start ranks, each with its own descriptors."""
-        pids = {}
-        for i, rank in enumerate(ranks):
-            mine = fds[i * FDS_PER_RANK : (i + 1) * FDS_PER_RANK]
-            try:
-                pid = self._fork(settings, rank, mine) if self.method == "fork" else self._spawn(settings, rank, mine)
-            except OSError as error:
-                self.channel.send("failed", number, f"rank {rank} could not be started: {error}")
-                break
+    def on_start(self, number, settings, rank, fds):
+        """Start a rank with its descriptors: cells, control, raw output, store, board."""
+        try:
+            pid = self._fork(settings, rank, fds) if self.method == "fork" else self._spawn(settings, rank, fds)
+        except OSError as error:
+            self.channel.send("failed", number, f"rank {rank} could not be started: {error}")
+        else:
             self.ranks[pid] = rank
-            pids[rank] = pid
+            self.channel.send("started", number, rank, pid)
         for fd in fds:
             os.close(fd)
-        self.channel.send("started", number, pids)
 
     def _fork(self, settings, rank, mine):
         pid = os.fork()
@@ -119,11 +120,9 @@ class Zygote:
         """Kill ranks and the processes they started."""
         for pid in pids:
             if pid in self.ranks:
-                for kill in (os.killpg, os.kill):
-                    try:
-                        kill(pid, signal.SIGKILL)
-                    except OSError:
-                        pass
+                kill_group(pid)
+                with contextlib.suppress(OSError):
+                    os.kill(pid, signal.SIGKILL)  # it may have no group of its own yet
 
     def reap(self):
         """Tell the notebook which ranks have ended, and how."""
@@ -133,10 +132,7 @@ class Zygote:
                 rank = self.ranks.pop(pid)
                 if child := self.children.pop(pid, None):
                     child.returncode = status
-                try:
-                    os.killpg(pid, signal.SIGKILL)  # processes the rank has started
-                except OSError:
-                    pass
+                kill_group(pid)
                 self.channel.send("exited", rank, pid, os.waitstatus_to_exitcode(status))
 
 
@@ -177,11 +173,15 @@ def main():
         preload()
         if num_threads() > 1:  # something that Python loads at its start has made one: forking is not safe
             method = "spawn"
-    channel.send("ready", {"method": method, "threads": num_threads(), "gpus": _num_gpus()})
+    channel.send("ready", method, _num_gpus())
     Zygote(channel, method).serve()
 
 
 def _num_gpus():
-    from dtlab.ranks.devices import num_gpus
+    """CUDA devices that are visible, counted through NVML: a process that started CUDA could not be forked."""
+    import torch
 
-    return num_gpus()
+    try:
+        return max(0, torch.cuda._device_count_nvml()) if torch.version.cuda else 0
+    except Exception:
+        return 0

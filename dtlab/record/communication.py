@@ -4,33 +4,14 @@ Those see raw ``torch.distributed``, functional collectives, DDP's reducer, FSDP
 once. The waits they see are ``Work.wait`` and ``wait_tensor``. A wait that C++ makes by itself (DDP's reducer at the
 end of backward) is inferred: it ends when the program first touches what the call fills.
 """
-import functools
 import weakref
 
 import torch
 from torch.distributed import distributed_c10d
 
+from dtlab.ranks.board import RECV, RECV_ANY
+from dtlab.ranks.guard_facts import flat
 from dtlab.theory.communication import wire_bytes
-
-
-@functools.lru_cache
-def _places(op):
-    """Positions of ``(tensors read, tensors written, root, splits)`` in the arguments of a c10d operator."""
-    names = [a.name for a in op._schema.arguments]
-    read = [i for i, n in enumerate(names) if n.startswith("input") and "split" not in n]
-    written = [i for i, n in enumerate(names) if n.startswith("output") and "split" not in n]
-    if "tensors" in names:
-        sends, receives = "send" in str(op), "recv" in str(op)
-        read, written = [0][receives:], [0][sends:]
-    find = lambda name: names.index(name) if name in names else None
-    return read, written, find("root_rank"), find("input_split_sizes")
-
-
-def flat(tensors):
-    """The tensors in nested lists, in order."""
-    if isinstance(tensors, torch.Tensor):
-        return [tensors]
-    return [t for part in tensors or () for t in flat(part)]
 
 
 class Group:
@@ -61,11 +42,13 @@ class Calls:
         self._seqs = {}
         self._open = set()  # issues without a wait
 
-    def issued(self, started, op, name, group, members, peer, tag, args, work):
+    def issued(self, started, operands, group, members, peer, tag, args, work):
         """A c10d operator was handed to the backend."""
-        read, written, root_at, splits_at = _places(op)
-        root, splits = (None if at is None else args[at] for at in (root_at, splits_at))
-        reads, writes = flat([args[i] for i in read]), flat([args[i] for i in written])
+        root, splits = (None if at is None else args[at] for at in (operands.root, operands.splits[0]))
+        reads, writes = operands.lists(args, is_root=False)
+        if operands.tensors is not None and operands.kind not in (RECV, RECV_ANY):
+            reads = reads or writes
+        name = operands.public
         if len(writes) == 1:
             name = name.removesuffix("_coalesced")  # how functional collectives call for a single tensor
         self.add(started, name, group, members, reads, writes, root or 0, splits, peer, tag, work)
