@@ -25,11 +25,9 @@ def main(argv) -> int:
     system = system_finding()
     if system.level != "ok":
         print(system.line())
-    copies = [Path(path) for path in working_copies.make_all()]
-    first = next((path for path in sorted(copies) if path.name.startswith("00")), bootstrap.ROOT)
+    first = min(working_copies.make_all())
     env = {**os.environ, **settings(bootstrap.ROOT / "work" / ".lab")}
-    target = first.relative_to(bootstrap.ROOT).as_posix() if first != bootstrap.ROOT else ""
-    return _become(command(target, options), env)
+    return _become(command(first.relative_to(bootstrap.ROOT).as_posix(), options), env)
 
 
 def _options(argv):
