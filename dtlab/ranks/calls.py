@@ -66,9 +66,11 @@ class Publisher:
         site = site or here()
         where = f"{label_of(site.where[0])}, line {site.where[1]}" if site.where[1] else site.where[0]
         wanted = members if kind == COLLECTIVE else (peer,) if peer != ANY else ()
-        absent = [r for r in wanted if r not in self.present]
-        if absent:
-            raise ConfigError(absent_text(op, absent, members, self.present))
+        if absent := [r for r in wanted if r not in self.present]:
+            raise ConfigError(
+                f"{op} needs {rank_list(absent)}, not in this cell (it runs on {rank_list(self.present)}): "
+                f"run the cell on {rank_list(members)}, or use a group of those that run"
+            )
         if self.board.poisoned:
             self._stop(call_text(op, kind, peer, what, where))
         if kind == COLLECTIVE:  # unguarded, another collective on a peer is not the matching call
@@ -105,6 +107,13 @@ class Publisher:
             self._poll(index, call, work if call.kind == COLLECTIVE else None, timeout)
         self.guard.catch_up(index)
 
+    def gate_barrier(self, index, timeout_ms):
+        """Poll as ``monitored_barrier`` does, which tells who has not come."""
+        self.gate(index, timeout=datetime.timedelta(milliseconds=timeout_ms))
+        if missing := self.board.missing(self.rank, self.board.call(self.rank, index)):
+            text = f"{rank_list(missing)} did not arrive within {timeout_ms / 1000:g} s"
+            raise RuntimeError(f"monitored_barrier: {text}")
+
     def _poll(self, index, call, work, timeout):
         deadline = None if timeout is None else time.monotonic() + timeout.total_seconds()
         self.board.set_waiting(index, alone=_is_alone())
@@ -132,14 +141,6 @@ class Publisher:
 def _is_alone():
     """Whether no other thread of the reader's could make the call that this one waits for."""
     return not any(t is not threading.current_thread() and not t.daemon for t in threading.enumerate())
-
-
-def absent_text(op, absent, members, present):
-    """Message for a call that needs ranks outside the running cell."""
-    return (
-        f"{op} needs {rank_list(absent)}, not in this cell (it runs on {rank_list(present)}): "
-        f"run the cell on {rank_list(members)}, or use a group of those that run"
-    )
 
 
 @functools.lru_cache(4096)
@@ -175,12 +176,14 @@ def install():
         namespace, name = full_name.split("::")
         if namespace == "c10d" and name != "check_for_nan":
             op = getattr(torch.ops.c10d, name).default
-            kernel = _barrier_kernel(op, after) if name == "monitored_barrier_" else _kernel(op, after)
-            library.impl(op, kernel, "BackendSelect", with_keyset=True)
+            library.impl(op, _kernel(op, after), "BackendSelect", with_keyset=True)
     functional = install.functional = torch.library.Library("_c10d_functional", "IMPL")
     wait = torch.ops._c10d_functional.wait_tensor.default
     functional.impl(wait, _wait_kernel(wait, after), "BackendSelect", with_keyset=True)
-    _replace_work_wait()
+    work_type = distributed_c10d.Work
+    gate_wait(work_type)
+    for name in ("is_completed", "get_future"):
+        setattr(work_type, name, _closing(getattr(work_type, name)))
     _gate_new_group()
     _explain_group_ranks()
     guard_buffers.install(lambda: current and current.guard.buffers)
@@ -201,8 +204,11 @@ def _kernel(op, after):
         site, guard, facts = here(), publisher.guard, ""
         if guard.on:
             facts, *tensors = guard.examine(operands, args, members, site)
-        what = _describe(flat(args[operands.inputs or 0])) if public != "barrier" else ""
+        what = "" if operands.shown is None else _describe(flat(args[operands.shown]))
         index = publisher.publish(public, kind, members, key, peer, tag, what, facts, site)
+        if public == "monitored_barrier":  # it has no handle, and waits with sends and receives of its own
+            publisher.gate_barrier(index, args[3])
+            return op.redispatch(keyset & after, *args)
         out = op.redispatch(keyset & after, *args)
         work = distributed_c10d.Work.unbox(out if work_at is None else out[work_at])
         if work is None:  # NCCL gives no handle for a synchronous call, so nothing else would wait in Python
@@ -212,28 +218,10 @@ def _kernel(op, after):
         if guard.on and work is not None and site.direct and operands.gives_handle(args):
             guard.buffers.open(work, index, *tensors)
         if observer is not None:
-            observer.issued(started, operands, group, members, peer, tag, args, work)
+            observer.issued(started, index, operands, group, members, peer, tag, args)
         if kind == COLLECTIVE:
             _note_results(publisher, flat(args[0]), index)
         return out
-
-    return kernel
-
-
-def _barrier_kernel(op, after):
-    """``monitored_barrier`` has no handle to wait for, and waits with sends and receives of its own."""
-
-    def kernel(keyset, tensor, group, device_ids, timeout_ms, *rest):
-        if current is not None:
-            members, key = current.group_facts(dist.ProcessGroup.unbox(group))
-            index = current.publish(
-                "monitored_barrier", COLLECTIVE, members, key, facts=facts_without_tensors("monitored_barrier")
-            )
-            current.gate(index, timeout=datetime.timedelta(milliseconds=timeout_ms))
-            if missing := current.board.missing(current.rank, current.board.call(current.rank, index)):
-                text = f"{rank_list(missing)} did not arrive within {timeout_ms / 1000:g} s"
-                raise RuntimeError(f"monitored_barrier: {text}")
-        return op.redispatch(keyset & after, tensor, group, device_ids, timeout_ms, *rest)
 
     return kernel
 
@@ -279,8 +267,8 @@ def _shape_text(shape, dtype):
     return "x".join(map(str, shape or ("scalar",))) + " " + str(dtype).removeprefix("torch.")
 
 
-def _replace_work_wait():
-    work_type = torch._C._distributed_c10d.Work
+def gate_wait(work_type):
+    """Put the gate before ``wait`` of a kind of handle."""
     original = work_type.wait
 
     @functools.wraps(original)
@@ -292,13 +280,11 @@ def _replace_work_wait():
         done = original(self, *args, **kwargs)
         if index is not None:
             publisher.guard.buffers.close(index)
-        if observer is not None:
-            observer.waited(self, started)
+            if observer is not None:
+                observer.waited(index, started)
         return done
 
     work_type.wait = wait
-    for name in ("is_completed", "get_future"):
-        setattr(work_type, name, _closing(getattr(work_type, name)))
 
 
 def _closing(method):

@@ -43,7 +43,8 @@ class Operands:
         self.group, self.tag = find("process_group"), find("tag")
         self.peer = {SEND: find("dst"), RECV: find("src")}.get(self.kind)
         self.outputs, self.inputs = find("output"), find("input")
-        self.tensors = find("tensor") if self.outputs is None and self.name != "barrier" else None
+        self.tensors = find("tensor") if self.outputs is None and "barrier" not in self.name else None
+        self.shown = self.tensors if self.inputs is None else self.inputs  # what a call is described by
         self.reduce, self.root, self.is_async = find("reduce_op"), find("root_rank"), find("async_op")
         self.splits = find("input_split"), find("output_split")
 

@@ -16,35 +16,34 @@ class Relay:
 
     def __init__(self, ranks):
         self.items = {rank: [] for rank in ranks}  # rank -> [(kind, data), ...]; kind stdout, stderr, mime
-        self._chars = dict.fromkeys(ranks, 0)
-        self._dropped = dict.fromkeys(ranks, 0)
+        self._chars = dict.fromkeys(ranks, 0)  # that they have written
         self._bars = {}  # rank -> text of its progress bar
         self._started = time.monotonic()
         self._last_shown = 0.0
-        self._live = in_notebook()
+        self._in_notebook, self._live = notebook_shell() is not None, in_notebook()
+        self._prints_at_once = not self._in_notebook and not is_headless()
         self._handle = self._shown = None
         self._dirty = False
         self.status = ""  # what a long cell is doing, under its live output
 
     def add(self, rank, kind, data):
         """Take one piece of a rank's output."""
-        items = self.items.setdefault(rank, [])
         if kind == "progress":
-            return self._progress(rank, data)
+            return self._progress(rank, *data)
         if kind == "mime":
-            items.append((kind, data))
+            self.items[rank].append((kind, data))
         else:
-            self._add_text(rank, items, kind, data)
+            self._add_text(rank, kind, data)
         self._dirty = True
-        if not self._live and not is_headless() and notebook_shell() is None:
-            self._print_now(rank, kind, data)
+        if self._prints_at_once:
+            text = data if kind != "mime" else data["text/plain"] + "\n"
+            stream = sys.stderr if kind == "stderr" else sys.stdout
+            print(_labelled(f"[{rank}] ", text), end="", file=stream, flush=True)
 
-    def _add_text(self, rank, items, kind, text):
-        room = KEPT_CHARS - self._chars.get(rank, 0)
-        self._chars[rank] = self._chars.get(rank, 0) + min(len(text), max(room, 0))
-        if len(text) > room:
-            self._dropped[rank] = self._dropped.get(rank, 0) + len(text) - max(room, 0)
-            text = text[: max(room, 0)]
+    def _add_text(self, rank, kind, text):
+        items, room = self.items[rank], max(0, KEPT_CHARS - self._chars[rank])
+        self._chars[rank] += len(text)
+        text = text[:room]
         # what is left of lines that were drawn over themselves, as progress bars are
         text = "\n".join(line.rstrip("\r").rsplit("\r", 1)[-1] for line in text.split("\n"))
         if items and items[-1][0] == kind:
@@ -52,8 +51,7 @@ class Relay:
         elif text:
             items.append((kind, text))
 
-    def _progress(self, rank, data):
-        done, total, text = data
+    def _progress(self, rank, done, total, text, is_quarter):
         if self._live:
             width = 30 * done // total if total else 0
             bar = f"[{'#' * width}{'.' * (30 - width)}] " if total else ""
@@ -61,14 +59,9 @@ class Relay:
             self._dirty = True
             if done == total:
                 del self._bars[rank]
-                self._add_text(rank, self.items[rank], "stdout", text + "\n")
-        elif total and any(done == -(-total * part // 4) for part in (1, 2, 3, 4)):
+                self._add_text(rank, "stdout", text + "\n")
+        elif is_quarter:
             self.add(rank, "stdout", text + "\n")
-
-    def _print_now(self, rank, kind, data):
-        text = data if kind != "mime" else data["text/plain"] + "\n"
-        stream = sys.stderr if kind == "stderr" else sys.stdout
-        print(_labelled(f"[{rank}] ", text), end="", file=stream, flush=True)
 
     def tick(self):
         """Refresh the live view, not more often than it can be read."""
@@ -102,7 +95,8 @@ class Relay:
         """The finished cell: ``[(text, None) or (label, MIME bundle), ...]``; ranks with equal output share theirs."""
         groups = []  # [[ranks], items]
         for rank, items in sorted(self.items.items()):
-            items = self._with_note(rank, items)
+            if (dropped := self._chars[rank] - KEPT_CHARS) > 0:
+                items = [*items, ("stderr", f"... {dropped} more characters are not shown\n")]
             same = next((g for g in groups if g[1] == items), None)
             if same:
                 same[0].append(rank)
@@ -110,21 +104,13 @@ class Relay:
                 groups.append([[rank], items])
         return [entry for ranks, items in groups for entry in _entries(rank_list(ranks), items)]
 
-    def _with_note(self, rank, items):
-        if not self._dropped.get(rank):
-            return items
-        return [*items, ("stderr", f"... {self._dropped[rank]} more characters are not shown\n")]
-
     def finish(self):
         """Show the finished cell."""
-        if notebook_shell() is None and not is_headless():
-            return  # every line was printed when it came
-        entries = self.final()
-        if notebook_shell() is None:
-            for text, bundle in entries:
+        if self._in_notebook:
+            self._finish_in_notebook(self.final())
+        elif not self._prints_at_once:
+            for text, bundle in self.final():
                 print(text if bundle is None else _labelled(f"{text}: ", bundle["text/plain"]), end="")
-            return
-        self._finish_in_notebook(entries)
 
     def _finish_in_notebook(self, entries):
         from IPython.display import display
@@ -146,8 +132,7 @@ def _entries(label, items):
             entries.append((label, data))
             continue
         mark = f"{label} (stderr): " if kind == "stderr" else f"{label}: "
-        text = data["text/plain"] if kind == "mime" else data
-        text = _labelled(mark, text)
+        text = _labelled(mark, data["text/plain"] if kind == "mime" else data)
         if entries and entries[-1][1] is None:
             entries[-1] = entries[-1][0] + text, None
         else:

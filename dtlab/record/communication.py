@@ -4,8 +4,6 @@ Those see raw ``torch.distributed``, functional collectives, DDP's reducer, FSDP
 once. The waits they see are ``Work.wait`` and ``wait_tensor``. A wait that C++ makes by itself (DDP's reducer at the
 end of backward) is inferred: it ends when the program first touches what the call fills.
 """
-import weakref
-
 import torch
 from torch.distributed import distributed_c10d
 
@@ -38,11 +36,11 @@ class Calls:
         self.recorder, self.memory = recorder, recorder.memory
         self.groups = {}  # name -> Group
         self.in_flight = {}  # id of a storage that a call fills -> [(first byte, end, issue), ...]
-        self._works = {}  # id of a Work -> (weak reference to it, issue)
+        self._issues = {}  # index of a call that has a handle -> issue
         self._seqs = {}
         self._open = set()  # issues without a wait
 
-    def issued(self, started, operands, group, members, peer, tag, args, work):
+    def issued(self, started, index, operands, group, members, peer, tag, args):
         """A c10d operator was handed to the backend."""
         root, splits = (None if at is None else args[at] for at in (operands.root, operands.splits[0]))
         reads, writes = operands.lists(args, is_root=False)
@@ -51,7 +49,8 @@ class Calls:
         name = operands.public
         if len(writes) == 1:
             name = name.removesuffix("_coalesced")  # how functional collectives call for a single tensor
-        self.add(started, name, group, members, reads, writes, root or 0, splits, peer, tag, work)
+        issue = self.add(started, name, group, members, reads, writes, root or 0, splits, peer, tag)
+        self._issues[index] = issue
 
     def functional(self, op, args, out):
         """A functional collective of a dry recording, where it calls no c10d operator."""
@@ -63,8 +62,8 @@ class Calls:
             name = op._schema.name.split("::")[1].strip("_").removesuffix("_out")
             self.add(0.0, name, group, members, reads, flat(out), named.get("src", 0), named.get("input_split_sizes"))
 
-    def add(self, started, name, group, members, reads, writes, root, splits, peer=-1, tag=0, work=None):
-        """An issue event, and what is needed to see its wait."""
+    def add(self, started, name, group, members, reads, writes, root, splits, peer=-1, tag=0):
+        """An issue event, and what is needed to see its wait; what waits call the issue."""
         known = self.groups.get(group.group_name)
         if known is None:
             known = self.groups[group.group_name] = Group(group, members)
@@ -76,18 +75,15 @@ class Calls:
         ids = [tuple({s.id for s in some}) for some in storages]
         self.recorder.add("issue", name, started, bytes=size, wire_bytes=wire, call=issue, reads=ids[0], writes=ids[1])
         self._open.add(issue)
-        if work is not None:
-            key = id(work)
-            self._works[key] = weakref.ref(work, lambda _: self._works.pop(key, None)), issue
         for tensor in writes:
             storage = self.memory.of(tensor)
             if storage is not None:
                 self.in_flight.setdefault(storage.id, []).append((*_extent(tensor), issue))
+        return issue
 
-    def waited(self, work, started):
-        """``Work.wait`` returned."""
-        _, issue = self._works.pop(id(work), (None, None))
-        self._ended(issue, started)
+    def waited(self, index, started):
+        """``wait`` returned, on the handle of a call."""
+        self._ended(self._issues.pop(index, None), started)
 
     def waited_for(self, tensor, started):
         """``wait_tensor`` returned."""
