@@ -27,7 +27,8 @@ POISON_BYTES = 1 << 16
 _SHOWN_CHARS = 2000  # of a text that is only shown; the others are kept whole or not at all
 RECENT = 1 << 10  # calls of a channel that can still be looked up by their number
 _VERDICT_AT, _VERDICT_BYTES = 64, 4000  # text of a verdict, in the part of the rank that gave it
-_PART_BYTES = 4096 + NUM_RECORDS * _RECORD_BYTES + HEAP_BYTES
+_HEAP_AT = 4096 + NUM_RECORDS * _RECORD_BYTES  # texts, in the part of a rank
+_PART_BYTES = _HEAP_AT + HEAP_BYTES
 
 
 @dataclass(frozen=True)
@@ -109,16 +110,11 @@ class Board:
         return self.memory[0] != 0
 
     def poison_text(self):
-        if self.memory[0] == 2:
-            return self.given_verdict()[0]
-        (size,) = struct.unpack_from("<I", self.memory, 4)
-        return self.memory[8 : 8 + size].decode(errors="replace")
+        return self.given_verdict()[0] if self.memory[0] == 2 else _text_at(self.memory, 4)
 
     def poison(self, text):
         """End every wait on the board with this text."""
-        data = text.encode()[: POISON_BYTES - 8]
-        self.memory[8 : 8 + len(data)] = data
-        struct.pack_into("<I", self.memory, 4, len(data))
+        _put_text(self.memory, 4, text.encode()[: POISON_BYTES - 8])
         self.memory[0] = 1
 
     def clear_poison(self):
@@ -126,10 +122,7 @@ class Board:
 
     def verdict(self, text, is_hanging):
         """A rank has seen a mistake: end every wait. ``is_hanging``: calls are left that will not complete."""
-        data = text.encode()[:_VERDICT_BYTES]
-        at = self._base(self.rank) + _VERDICT_AT
-        self.memory[at + 4 : at + 4 + len(data)] = data
-        struct.pack_into("<I", self.memory, at, len(data))
+        _put_text(self.memory, self._base(self.rank) + _VERDICT_AT, text.encode()[:_VERDICT_BYTES])
         struct.pack_into("<HB", self.memory, 2, self.rank, int(is_hanging))
         self.memory[0] = 2
 
@@ -138,9 +131,7 @@ class Board:
         if self.memory[0] != 2:
             return None
         rank, is_hanging = struct.unpack_from("<HB", self.memory, 2)
-        at = self._base(rank) + _VERDICT_AT
-        (size,) = struct.unpack_from("<I", self.memory, at)
-        return self.memory[at + 4 : at + 4 + size].decode(errors="replace"), bool(is_hanging), rank
+        return _text_at(self.memory, self._base(rank) + _VERDICT_AT), bool(is_hanging), rank
 
     # publishing
 
@@ -163,9 +154,7 @@ class Board:
             place = self._heap_used
             if place + 4 + len(data) > HEAP_BYTES:
                 return 0  # the heap is full: the call is still counted, its text is lost
-            heap = self._base(self.rank) + 4096 + NUM_RECORDS * _RECORD_BYTES
-            self.memory[heap + place + 4 : heap + place + 4 + len(data)] = data
-            struct.pack_into("<I", self.memory, heap + place, len(data))
+            _put_text(self.memory, self._base(self.rank) + _HEAP_AT + place, data)
             self._texts[text] = place
             self._heap_used += 4 + len(data)
         return place
@@ -278,13 +267,18 @@ class _Reader:
     def _text(self, place):
         text = self._read_texts.get(place)
         if text is None:
-            text = self._read_texts[place] = self._read_text(place)
+            text = self._read_texts[place] = _text_at(self.memory, self.base + _HEAP_AT + place)
         return text
 
-    def _read_text(self, place):
-        heap = self.base + 4096 + NUM_RECORDS * _RECORD_BYTES
-        (size,) = struct.unpack_from("<I", self.memory, heap + place)
-        return self.memory[heap + place + 4 : heap + place + 4 + size].decode(errors="replace")
+
+def _put_text(memory, at, data):
+    memory[at + 4 : at + 4 + len(data)] = data
+    struct.pack_into("<I", memory, at, len(data))
+
+
+def _text_at(memory, at):
+    (size,) = struct.unpack_from("<I", memory, at)
+    return memory[at + 4 : at + 4 + size].decode(errors="replace")
 
 
 def rank_list(ranks):

@@ -137,7 +137,7 @@ def describe_error(error):
         "type": type(error).__name__,
         "message": message if len(message) < 5000 else message[:5000] + " ...",
         "frames": [(*_place(f), f.name, f.line) for f in own + deepest],
-        "traceback": _text_of_traceback(error),
+        "traceback": "".join(traceback.format_exception(error)),
         "place": "{}, line {}".format(*_place(users[-1])) if users else "",
         "call": _call_of(error),
         "group_ended": "gloo" in message or not dist.is_initialized(),
@@ -156,13 +156,6 @@ def _text_of(error):
         return str(error)
     except Exception as second:
         return f"(its text cannot be shown: {type(second).__name__})"
-
-
-def _text_of_traceback(error):
-    try:
-        return "".join(traceback.format_exception(error))
-    except Exception:
-        return "".join(traceback.format_tb(error.__traceback__)) + type(error).__name__ + "\n"
 
 
 def _call_of(error):

@@ -21,16 +21,12 @@ _QUIET = {  # read by libraries when they are first imported
 }
 
 
-def start_method():
-    """``fork`` on Linux, ``spawn`` elsewhere; DTLAB_START_METHOD overrides."""
-    return os.environ.get("DTLAB_START_METHOD") or ("fork" if sys.platform == "linux" else "spawn")
-
-
 class Nursery:
     """One zygote. Started in the background: the constructor returns at once, ``wait_ready`` waits for its imports."""
 
     def __init__(self):
-        self.method, self.owner = start_method(), os.getpid()
+        self.owner = os.getpid()
+        self.method = os.environ.get("DTLAB_START_METHOD") or ("fork" if sys.platform == "linux" else "spawn")
         mine, theirs = channel_pair()
         argv = [sys.executable, "-c", _PROGRAM, repr(sys.path), str(theirs.fileno()), self.method]
         argv.append(str(int(threading.current_thread() is threading.main_thread())))
@@ -115,12 +111,6 @@ class Nursery:
         """Kill ranks and what they started."""
         self.killed.update(pids)
         self.channel.send("kill", list(pids))
-
-    @staticmethod
-    def bury(pids):
-        """End what ranks have started, when the zygote, who would do it, is gone."""
-        for pid in pids:
-            kill_group(pid)
 
     def close(self):
         """End the zygote and all its ranks."""

@@ -16,6 +16,7 @@ from cloudpickle import cloudpickle as _cloudpickle
 
 from dtlab.errors import ConfigError
 from dtlab.ranks import wire
+from dtlab.record.names import global_names
 
 _ALIGN = 64  # bytes; tensors start on a cache line
 
@@ -118,8 +119,9 @@ def _explain_unpackable(obj, error):
     """One sentence: which part of ``obj`` cannot travel between notebook and ranks, why, and the cure."""
     why = f"{type(error).__name__}: {error}".splitlines()[0]
     function = obj[0] if isinstance(obj, tuple) and obj and callable(obj[0]) else obj
-    for name in sorted(_globals_used(function)):
-        value = function.__globals__[name]
+    notebook = getattr(function, "__globals__", {})
+    for name in sorted(global_names(function) & set(notebook)):
+        value = notebook[name]
         if not _packs(value):
             return (
                 f"{getattr(function, '__name__', 'the function')}() uses {name!r} ({type(value).__name__}) of the "
@@ -130,12 +132,6 @@ def _explain_unpackable(obj, error):
         f"{type(function).__name__} cannot travel between the notebook and the ranks ({why}). Send what it is made of: "
         "tensors, numbers, text, lists, dicts, state_dict()."
     )
-
-
-def _globals_used(function):
-    code = getattr(function, "__code__", None)
-    used = set(_cloudpickle._extract_code_globals(code)) if code else set()
-    return used & set(getattr(function, "__globals__", {}))
 
 
 def _packs(value):

@@ -12,6 +12,7 @@ from dtlab.ranks.board import Board, rank_list
 from dtlab.ranks.nursery import READY_WITHIN_S, nursery
 from dtlab.ranks.run import KILL_AFTER_S, KILL_COPY_AFTER_S, CellRun
 from dtlab.ranks.settings import PREDEFINED, check_place, check_size, check_timeout, num_threads, rank_environ
+from dtlab.ranks.zygote import kill_group
 from dtlab.record.results import join
 
 DEFAULT_TIMEOUT_S = 20
@@ -369,7 +370,8 @@ class Ranks:
     def _close(self):
         self.alive = False
         if not self._nursery.alive and self._nursery.owner == os.getpid():
-            self._nursery.bury(self.pids.values())
+            for pid in self.pids.values():
+                kill_group(pid)  # what ranks have started; the zygote, who would do it, is gone
         if self._nursery.alive and self._channels:
             self.kill(self._channels)
             for rank in list(self._channels):

@@ -4,6 +4,7 @@ The main thread runs cells. A second thread takes out-of-band commands while a c
 ``Stopped``), shut the sockets that gloo waits on, say where the main thread is.
 """
 import contextlib
+import ctypes
 import datetime
 import faulthandler
 import os
@@ -30,6 +31,7 @@ from dtlab.record.names import global_names
 _STOP_SIGNAL = signal.SIGUSR2
 _ENGINE_FILES = tuple(f"/dtlab/ranks/{name}.py" for name in ("wire", "board", "calls", "console", "worker", "parcels"))
 _WAITING_FILES = ("/torch/autograd/", "/torch/distributed/", "/torch/nn/parallel/", "/dtlab/ranks/calls.py")
+_NEVER = datetime.timedelta(days=1)  # dtlab's own limit decides, and says who waits for whom
 _STOP_AGAIN_S = 0.5  # code that swallowed the first stop gets another
 
 
@@ -80,11 +82,7 @@ class Worker:
         """Make the process group and the publisher on the current store and board."""
         self.store = MemoryStore(self.store_fd)
         dist.init_process_group(
-            self.settings["backend"],
-            store=self.store,
-            rank=self.rank,
-            world_size=self.world_size,
-            timeout=datetime.timedelta(days=1),  # dtlab's own limit decides, and says who waits for whom
+            self.settings["backend"], store=self.store, rank=self.rank, world_size=self.world_size, timeout=_NEVER
         )
         self.board = Board(self.board_fd, self.world_size, self.rank)
         self.publisher = calls.current = calls.Publisher(self.board, present=range(self.world_size))
@@ -199,7 +197,7 @@ class Worker:
             torch.set_grad_enabled(grad_is_on)  # a stop may have come while no_grad() was being left
         for stream in self._streams.values():
             stream.finish()
-        flush_c_streams()
+        ctypes.CDLL(None).fflush(None)  # what C code has printed
         self._finish(number, status, answer)
 
     def _attempt(self, action):
@@ -319,23 +317,11 @@ def holds_groups(values):
     return len(dist.distributed_c10d._world.pg_map) > 1 or any(isinstance(v, modules) for v in values)
 
 
-def flush_c_streams():
-    """Write out what C code has printed but not flushed."""
-    import ctypes
-
-    ctypes.CDLL(None).fflush(None)
-
-
 def end_with_children():
     """End this rank and the processes it has started."""
     if os.getpgrp() == os.getpid():
         os.killpg(0, signal.SIGKILL)
     os._exit(0)
-
-
-def show(kind, data):
-    """Send something to the notebook from this rank."""
-    _worker.send_output(kind, data)
 
 
 def _forget_rank():

@@ -71,8 +71,7 @@ class Zygote:
         signal.signal(signal.SIGTERM, lambda *_: sys.exit())  # by way of "finally"
         try:
             while not self.channel.closed:
-                select.select([self.channel, wake], [], [])
-                if select.select([wake], [], [], 0)[0]:
+                if wake in select.select([self.channel, wake], [], [])[0]:
                     os.read(wake, 4096)
                 for message, fds in self.channel.receive_ready():
                     getattr(self, "on_" + message[0])(*message[1:], fds=fds)

@@ -89,7 +89,7 @@ def _time_compute(device):
     *products_s, sum_s = _median_s(calls, device)
     rates = [2 * m * k * n / seconds for (m, k, n), seconds in zip(shapes, products_s)]
     on_cpu = device == "cpu"  # where a rank's threads take as many cores as they are
-    memory = machine.memory_total_bytes() / dist.get_world_size() if on_cpu else torch.cuda.mem_get_info()[1]
+    memory = machine.memory_bytes()[0] / dist.get_world_size() if on_cpu else torch.cuda.mem_get_info()[1]
     return {
         "peak_flops": max(rates), "gemm_efficiency": rates[0] / max(rates), "op_overhead_s": _operator_s(device),
         "memory_bandwidth_bytes_per_s": 3 * out.nbytes / sum_s, "memory_efficiency": 1.0,

@@ -103,13 +103,11 @@ class Memory:
         storage, size = self._known.get(untyped._cdata), untyped.nbytes()
         if storage is None or storage.size == size:
             return
-        old, storage.size = storage.size, size
+        if storage.counted and not size:
+            self.rows.append(_row("free", storage, self.now()))  # of the size it had
+        storage.size = size
         if storage.counted and size:
             self.rows.append(_row("alloc", storage, self.now()))
-        elif storage.counted:
-            storage.size = old
-            self.rows.append(_row("free", storage, self.now()))
-            storage.size = 0
 
     # categories
 
