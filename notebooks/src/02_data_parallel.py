@@ -475,7 +475,7 @@ dtlab.ledger("02", recording=recording, formula=round(formula))
 # | `bucket_bytes` | `bucket_cap_mb`, in MiB (25) | `bucket_size`, in parameters | `reduce_bucket_size`, in elements |
 # | `no_sync` | `no_sync` | `no_sync` | `gradient_accumulation_steps` |
 # | `global_mean` | by hand | `calculate_per_token_loss` | by hand |
-# | `equal_start` | in the constructor | same seeds, checkpoint | in `initialize` |
+# | `equal_start` | in the constructor | `broadcast_params` | in `initialize` |
 #
 # Left out on purpose: buffers and frozen parameters at the start; a rank without any token; a parameter without gradient on
 # one rank, which shifts `bucketed`'s buckets there (torch: `find_unused_parameters`). Beyond that: batch statistics stay
@@ -486,7 +486,7 @@ dtlab.ledger("02", recording=recording, formula=round(formula))
 #
 # 1. *Predict.* AdamW in place of SGD, and gradients are summed, not averaged. How wrong are the parameters after 5 steps,
 #    beside SGD?
-# 2. *Change.* Replay with the fastest algorithm in place of the flat ring (`algorithm=None`): inside a node over NVLink, between
+# 2. *Change.* Replay `dry` with the fastest algorithm in place of the flat ring (`algorithm=None`): inside a node over NVLink, between
 #    nodes in few steps. Which buckets are good now?
 # 3. *Break.* Rank 0 has 3 batches, the others have 5. `train` the course's `DistributedDataParallel` on them. What happens?
 #    Then put `train` under `with model.join():`.
@@ -513,8 +513,12 @@ except dtlab.HangError as error:
 print("   with join, batches done:", ranks.run(uneven, True))
 
 # %% [markdown]
+# <details><summary>In words</summary>
+#
 # AdamW divides a gradient by its own size, so the factor cancels, and no curve would show the mistake. With the fastest
-# algorithm every bucket size is hidden but one: the whole model.
+# algorithm all is hidden, whatever the bucket, except with the whole model in one.
+#
+# </details>
 #
 # ## Summary
 #
