@@ -7,7 +7,7 @@ equal parts and a mean loss on each rank that is the gradient of the whole batch
 
     autograd   [ 4 ][ 3 ][ 2 ][ 1 ]          gradients of parameters 4, 3, 2, 1
     network            [ bucket 0 ][ bucket 1 ]    all_reduce of 4, 3 while 2, 1 are computed
-                                           ^ the pass ends here: wait, divide by the number of ranks
+                                           ^ the pass ends here: wait
 """
 import contextlib
 import functools
@@ -133,11 +133,12 @@ class DistributedDataParallel(nn.Module):
         """Send the next bucket. Subtle: all ranks send in the same order, whatever that of their gradients."""
         bucket = self.buckets[len(self._works)]
         bucket.take_gradients()
+        bucket.flat.div_(len(self._running))  # before the sum, as torch does: a float16 above 65,504 is infinite
         # all_reduce, 2 (n-1)/n * bytes of the bucket per rank
         self._works.append(dist.all_reduce(bucket.flat, group=self.group, async_op=True))
 
     def _finish(self):
-        """At the end of backward: start what is left, wait for all of it, make sums means."""
+        """At the end of backward: start what is left and wait for all of it."""
         self._end_of_pass = None  # a gradient that comes now is of another pass
         parameters = [p for bucket in self.buckets for p in bucket.tensors]
         unused = [p for p in parameters if p.grad is None]
@@ -154,9 +155,8 @@ class DistributedDataParallel(nn.Module):
         self._wait()
 
     def _wait(self):
-        for work, bucket in zip(self._works, self.buckets):
+        for work in self._works:
             work.wait()  # on CUDA only the stream waits, not the program
-            bucket.flat.div_(len(self._running))  # the sum becomes the mean
         self._works = []
 
     def _on_any_rank(self, flags):

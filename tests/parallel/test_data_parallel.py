@@ -584,6 +584,20 @@ def test_a_group_of_some_ranks_and_parameters_of_two_dtypes():
     assert sizes == [2, 4] and torch.equal(first, second) and number == numbers_copy == 1
 
 
+def large_gradients(wrap):
+    """In float16, which ends at 65,504: on each rank below it, their sum above."""
+    layer = nn.Linear(2, 1, bias=False).half()
+    replica = wrap(layer)
+    replica(torch.tensor([[30000.0, 20000.0]]).half() + 64 * dist.get_rank()).sum().backward()
+    return layer.weight.grad.tolist()
+
+
+@pytest.mark.ranks
+def test_a_mean_of_16_bits_is_finite_where_the_sum_is_not():
+    mine = pool(4).run(large_gradients, DistributedDataParallel)
+    assert mine == [[[30096.0, 20096.0]]] * 4 == pool(4).run(large_gradients, TorchDDP)
+
+
 def test_a_model_with_nothing_to_train_is_refused(tmp_path):
     dist.init_process_group("gloo", init_method=f"file://{tmp_path}/store", rank=0, world_size=1)
     try:
