@@ -4,7 +4,8 @@ A rank's *program* is a list of steps ``(seconds, action)``: run for so long on 
 number ``action``, wait for it if it is ``~action``, or go on if it is None. The rules:
 
 - A transfer is ready when all its members that have a program have started it; the others count as ready.
-- Transfers of one *lane* go one after the other, in the order in which they became ready.
+- Transfers of one *lane* go one after the other, in the order in which they became ready; one that takes no time
+  (a group of one) is over at once and passes them by.
 - A transfer takes its latency, then its transfer time at the full rate of its *links*. Of k that are on a link at once
   each gets 1/k of it (over several links: of the fullest), reckoned anew whenever one comes or goes. Latency is not
   shared.

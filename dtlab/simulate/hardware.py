@@ -15,8 +15,8 @@ from dtlab.theory import Link, base_op, collective_time_s
 from dtlab.validate import at_least, index_below, one_of
 
 # Latency of a hop: what NCCL's own model of its ring counts for large messages ("Simple") over NVLink, PCIe and a
-# network, as of NCCL 2.19 (src/graph/tuning.cc). Small messages are three to five times quicker there. For Ethernet,
-# sockets through the kernel: an assumption, by order of magnitude.
+# network, as of NCCL 2.19 (src/graph/tuning.cc). Small messages ("LL") are five to six times quicker there. For
+# Ethernet, sockets through the kernel: an assumption, by order of magnitude.
 _NVLINK_S, _PCIE_S, _NETWORK_S, _SOCKET_S = 3.4e-6, 5.7e-6, 14e-6, 50e-6
 
 

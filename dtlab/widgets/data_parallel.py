@@ -61,7 +61,7 @@ def draw_data_parallel(bucket_bytes, overlap, ranks, network, sequences, measure
     titles = ["One rank, all alike:", "By bucket size:"]
     if measured:
         pictures.append(measured)
-        titles.append(f"Timed layers on {_LIVE_RANKS} ranks of this machine, by number of buckets:")
+        titles.append("Timed layers on ranks of this machine, by number of buckets:")
     return twin(pictures, titles, caption=_said(numbers, ranks)), numbers
 
 
@@ -72,9 +72,9 @@ def _totals(hardware, **choices):
 
 
 def _said(numbers, ranks):
-    return (f"{transformer_params(GPT_7_5B) / 1e9:.3g}B on {ranks:,} A100: step {numbers['step_time_s']:.3g} s, "
+    return (f"{transformer_params(GPT_7_5B) / 1e9:.2g}B, {ranks:,} A100: step {numbers['step_time_s']:.3g} s, "
             f"exposed {numbers['exposed_communication_s']:.3g} s, {numbers['tokens_per_s']:,.0f} tokens/s, "
-            f"MFU {100 * numbers['mfu']:.0f} %")
+            f"MFU {numbers['mfu']:.0%}")
 
 
 def measure():
@@ -102,7 +102,7 @@ def measure():
     return columns(list(_TIMED), {"forward": [forward_ms] * len(runs), "backward": [backward_ms] * len(runs),
                                   "communication": exposed_ms}, y="step [ms]", measured=measured_ms,
                    title="Timed layers, predicted and measured",
-                   text=f"Step by number of buckets, predicted and measured: {said}.")  # fmt: skip
+                   text=f"On {len(ranks)} ranks by number of buckets, predicted and measured: {said}.")  # fmt: skip
 
 
 def _time_step(layers_a_bucket, overlap, steps=3):

@@ -51,6 +51,7 @@ def test_an_illegal_bucket_is_refused_with_the_legal_ones(explorer):
 def test_run_puts_measured_marks_on_predicted_columns(explorer):
     assert "measured" not in explorer.svg
     explorer.run()
-    assert "measured" in explorer.svg and "predicted and measured: 8, after backward" in repr(explorer)
+    said = f"On {len(dtlab.current_ranks() or range(4))} ranks by number of buckets, predicted and measured: 8, after"
+    assert "measured" in explorer.svg and said in repr(explorer)
     explorer.set(ranks=8)
     assert "measured" in explorer.svg  # the marks stay when the controls move

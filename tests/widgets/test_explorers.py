@@ -1,4 +1,5 @@
 """Explorers without a browser: driven by ``set``, and by the messages that a browser sends."""
+import functools
 import subprocess
 import sys
 import time
@@ -179,9 +180,10 @@ def test_the_run_button_is_disabled_while_it_runs_and_shows_an_error_in_the_widg
     assert explorer._view.picture.value.count("<svg") == 1
 
 
-@pytest.mark.parametrize("tab", TABS)
-def test_no_picture_of_an_explorer_changes_its_size(tab):
-    explorer = dtlab.explore.collectives(tab)
+@pytest.mark.parametrize("make", [*(functools.partial(dtlab.explore.collectives, tab) for tab in TABS),
+                                  dtlab.explore.data_parallel])
+def test_no_picture_of_an_explorer_changes_its_size(make):
+    explorer = make()
     sizes = set()
     for name in explorer.controls:
         for value in explorer.legal(name):
