@@ -7,9 +7,10 @@ import torch
 from hand_made import phase, two_ranks
 
 import dtlab
+from dtlab import parallel
 from dtlab.errors import ConfigError
 from dtlab.simulate import Event, Hardware, Recording, replay
-from dtlab.theory import Link
+from dtlab.theory import Link, collective_time_s
 
 
 def machine(num_devices=4, node_size=4, latency_s=0.0, between=0.5, **changes):
@@ -236,6 +237,20 @@ def test_a_recorded_step_replayed_on_named_hardware(tmp_path):
     assert repr(again.boxes) == repr(timeline.boxes)
     path = recording.timeline().critical_path
     assert all(before.end_s <= after.start_s + 1e-12 for before, after in zip(path, path[1:]))
+
+
+@pytest.mark.ranks
+@pytest.mark.parametrize("size", [3, 8])
+@pytest.mark.parametrize("algorithm", ["naive", "ring", "tree", "halving_doubling"])
+def test_our_all_reduce_played_message_by_message_takes_what_its_formula_says(algorithm, size):
+    def program():
+        collective(torch.empty(24 * 10**5))
+
+    collective = getattr(parallel, f"{algorithm}_all_reduce")
+    hardware = Hardware.preset("8xA100", op_overhead_s=0.0, memory_bandwidth_bytes_per_s=1e30)  # adding is free
+    timeline = replay(dtlab.record_dry(program, world_size=size, ranks=range(size)), hardware)
+    formula_s = collective_time_s("all_reduce", 96e5, size=size, link=hardware.inside, algorithm=algorithm)
+    assert timeline.step_time_s == pytest.approx(formula_s, rel=1e-9)
 
 
 @pytest.mark.ranks
