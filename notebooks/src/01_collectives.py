@@ -384,10 +384,11 @@ dtlab.reveal("01.2", f"{ring_s[1024] / ring_s[4]:.0f} times")
 def busiest_cable(messages, n):
     load = Counter()
     for source, to, share in messages:
-        direction = 1 if (to - source) % n <= n // 2 else -1  # the shorter way
-        while source != to:
-            load[source, direction] += share
-            source = (source + direction) % n
+        hops = {1: (to - source) % n, -1: (source - to) % n}             # to the right, to the left
+        ways = [way for way in hops if hops[way] == min(hops.values())]  # the shorter, or half on each
+        for way in ways:
+            for hop in range(hops[way]):
+                load[(source + way * hop) % n, way] += share / len(ways)
     return max(load.values())
 
 print("busiest cable, in S:  ring   halving-doubling")
@@ -399,8 +400,8 @@ for n in (4, 8, 64):
     print(f"             n = {n:2}{loads[0]:11.2f}{loads[1]:19.2f}")
 
 # %% [markdown]
-# On such cables the ring stays below 2 $S$, while the far partners of halving-doubling share the way. These are the ring's
-# reasons: it needs neighbours only, it takes any $n$, and a chunk can be passed on while its rest still arrives
+# On such cables the ring stays below 2 $S$, while from 8 ranks on the far partners of halving-doubling share the way. These
+# are the ring's reasons: it needs neighbours only, it takes any $n$, and a chunk can be passed on while its rest still arrives
 # (pipelining, which hides part of the steps' $\alpha$). Where a switch joins all with all and latency counts, few steps
 # win.
 #
