@@ -1,7 +1,9 @@
 """Data parallel training against one process and against torch's own, in float64; by bytes; and broken on purpose."""
 import contextlib
+import copy
 import doctest
 import functools
+import io
 import os
 import subprocess
 import sys
@@ -544,10 +546,152 @@ def test_a_model_that_is_wrapped_again_sends_once():
     assert recording.results == [["module.weight", "module.bias"]] * 2  # as torch's
 
 
-def after_a_failed_backward():
+def held_by_nobody():
+    """On a rank: gradients where only the loss is kept; then those of the model alone."""
+    model, x = nn.Linear(1, 1, bias=False), torch.full((1, 1), 1.0 + dist.get_rank())
+    loss = DistributedDataParallel(model)(x).sum()
+    loss.backward()
+    mean = model.weight.grad.item()
+    del loss
+    model.zero_grad()
+    model(x).sum().backward()
+    return mean, model.weight.grad.item()
+
+
+@pytest.mark.ranks
+def test_a_wrapper_lives_as_long_as_its_loss_and_no_longer():
+    assert pool(2).run(held_by_nobody) == [(1.5, 1.0), (1.5, 2.0)]
+
+
+def both_wrappers_alive():
+    """On a rank: gradients of the newer one, and what the older one says."""
+    model = nn.Linear(3, 1, bias=False)
+    older, newer = DistributedDataParallel(model), DistributedDataParallel(model)
+    newer(torch.full((1, 3), 1.0 + dist.get_rank())).sum().backward()
+    with pytest.raises(ConfigError, match="weight would not be averaged.*wrapped again. Use the newest wrapper"):
+        older(torch.ones(1, 3))
+    return model.weight.grad.tolist()
+
+
+@pytest.mark.ranks
+def test_of_two_wrappers_the_newer_one_sends_and_the_older_one_refuses():
+    assert pool(2).run(both_wrappers_alive) == [[[1.5] * 3]] * 2
+
+
+def with_new_layer(replica):
+    replica.module[1] = nn.Linear(3, 1)
+    return replica
+
+
+def with_loaded_parameters(replica):
+    replica.module.load_state_dict(nn.Sequential(nn.Linear(3, 3), nn.Linear(3, 1)).state_dict(), assign=True)
+    return replica
+
+
+def with_more_to_train(replica):
+    replica.module[1].requires_grad_(True)
+    return replica
+
+
+def saved_and_loaded(replica):
+    file = io.BytesIO()
+    torch.save(replica, file)
+    file.seek(0)
+    return torch.load(file, weights_only=False)
+
+
+def step_after(change):
+    """On a rank: what a step says after a change, and whether wrapping anew averages again."""
+    model = nn.Sequential(nn.Linear(3, 3), nn.Linear(3, 1)).double()
+    model[1].requires_grad_(change is not with_more_to_train)
+    replica = change(DistributedDataParallel(model))
+    x = torch.full((1, 3), 1.0 + dist.get_rank(), dtype=next(replica.parameters()).dtype)
+    try:
+        replica(x).sum().backward()
+    except ConfigError as error:
+        again = DistributedDataParallel(replica.module.double())
+        again(x.double()).sum().backward()
+        grads = [None] * dist.get_world_size()
+        dist.all_gather_object(grads, [p.grad for p in replica.module.parameters()])
+        close(grads[0], grads[1])
+        return str(error)
+
+
+@pytest.mark.ranks
+@pytest.mark.parametrize("change, said", [
+    (with_new_layer, "gradients of 1.weight, 1.bias would not be averaged"),
+    (with_loaded_parameters, "gradients of 0.weight, 0.bias, 1.weight, 1.bias would not be averaged"),
+    (with_more_to_train, "gradients of 1.weight, 1.bias would not be averaged: these parameters came"),
+    (copy.copy, "or this is a copy"), (copy.deepcopy, "or this is a copy"), (saved_and_loaded, "or this is a copy"),
+    (lambda replica: replica.float(), "torch.float32 on cpu, but when the model was wrapped torch.float64 on cpu"),
+])  # fmt: skip
+def test_what_would_train_without_the_others_is_refused_and_can_be_wrapped_anew(change, said):
+    assert [said in answer for answer in pool(2).run(step_after, change)] == [True, True]
+
+
+@pytest.mark.ranks
+@pytest.mark.parametrize("make, said", [
+    (lambda: DistributedDataParallel("gpt"), "module is of type str: give a torch.nn.Module"),
+    (lambda: DistributedDataParallel(nn.Sequential(DistributedDataParallel(nn.Linear(1, 1)))), "averaged twice"),
+    (lambda: DistributedDataParallel(nn.Linear(1, 1), bucket_bytes=1 + dist.get_rank()), "rank 1 has option bucket_b"),
+    (lambda: DistributedDataParallel(nn.Linear(1, 1), find_unused_parameters=dist.get_rank() == 1), "option find_unus"),
+    (lambda: DistributedDataParallel(nn.Embedding(3, 2, sparse=True))(torch.tensor([1])).sum().backward(), "sparse=Fa"),
+    (lambda: DistributedDataParallel(nn.Linear(1, 1), group=0), r"group \(0\) must be what dist.new_group returned"),
+    (lambda: global_mean(torch.ones(3), 2), r"loss_sum \(shape \[3\]\) must be a tensor of one number"),
+    (lambda: global_mean(3.0, 2), r"loss_sum \(float\) must be a tensor"),
+    (lambda: global_mean(torch.ones(()), -2), r"num_tokens \(-2\) must be at least 0"),
+    (lambda: global_mean(torch.ones(()), 0.25), r"num_tokens \(0.25\) must be a whole number"),
+    (lambda: global_mean(torch.ones(()), torch.tensor(0.25)), r"num_tokens \(torch.float32, shape \[\]\) must be one"),
+    (lambda: global_mean(torch.ones(()), torch.ones(3, dtype=torch.bool)), "sum of a mask of bools"),
+    (lambda: global_mean(torch.ones(()), [1, 2]), "must be a whole number"),
+])  # fmt: skip
+def test_mistakes_are_told_on_every_rank(make, said):
+    with pytest.raises(RankError, match=f"(?s)ranks 0-1 of 2 failed: ConfigError.*{said}"):
+        pool(2).run(make)
+
+
+def mean_of_small_counts():
+    """On a rank: 100 tokens on each, in eight bits, which end at 127."""
+    loss = global_mean(torch.tensor(50.0), torch.tensor(100, dtype=torch.int8))
+    return loss.item()
+
+
+@pytest.mark.ranks
+def test_a_count_in_few_bits_does_not_overflow():
+    assert pool(2).run(mean_of_small_counts) == [0.5] * 2
+
+
+@pytest.mark.parametrize("call", [
+    lambda: DistributedDataParallel(nn.Linear(1, 1)), lambda: global_mean(torch.ones(()), 1),
+])  # fmt: skip
+def test_outside_of_ranks_the_cure_is_said(call):
+    with pytest.raises(ConfigError, match=r"no rank of a process group.*dtlab.launch"):
+        call()
+
+
+def joined_within():
+    """On a rank: a block in a block; ranks run out of both."""
+    layer = nn.Linear(1, 1, bias=False).double()
+    replica = DistributedDataParallel(layer)
+    with replica.join():
+        for num_batches in (1 + dist.get_rank(), 3 - 2 * dist.get_rank()):
+            with replica.join():
+                for _ in range(num_batches):
+                    replica(torch.ones(1, 1, dtype=torch.float64)).sum().backward()
+        for _ in range(2 * dist.get_rank()):
+            replica(torch.ones(1, 1, dtype=torch.float64)).sum().backward()
+    return replica._is_joining
+
+
+@pytest.mark.ranks
+def test_join_in_join_goes_on_when_the_inner_one_ends():
+    assert pool(2).run(joined_within) == [False, False]
+
+
+def after_a_failed_backward(overlap):
     """On a rank: a backward pass that fails in the middle, then a good one."""
     model = nn.Sequential(nn.Linear(3, 3), nn.Linear(3, 1)).double()
-    replica = DistributedDataParallel(model, overlap=False)
+    replica = DistributedDataParallel(model, overlap=overlap, bucket_bytes=1)
     y = model[0](torch.full((1, 3), 1.0 + dist.get_rank(), dtype=torch.float64))
     fail = y.register_hook(lambda grad: grad[7])
     with contextlib.suppress(IndexError):
@@ -559,8 +703,9 @@ def after_a_failed_backward():
 
 
 @pytest.mark.ranks
-def test_a_failed_backward_pass_leaves_nothing_behind():
-    for found in pool(2).run(after_a_failed_backward):
+@pytest.mark.parametrize("overlap", [True, False])
+def test_a_failed_backward_pass_leaves_nothing_behind(overlap):
+    for found in pool(2).run(after_a_failed_backward, overlap):
         close(found, torch.full((3, 3), 1.5, dtype=torch.float64))
 
 
