@@ -243,7 +243,7 @@ class _View:
         look = {"description": control.label, "style": {"description_width": "initial"},
                 "value": self.explorer._now[name]}
         if control.kind == "toggle":
-            widget = ipywidgets.Checkbox(indent=False, **look)
+            widget = ipywidgets.Checkbox(indent=False, layout={"width": "max-content"}, **look)
         else:
             kind = ipywidgets.Dropdown if control.kind == "dropdown" else ipywidgets.SelectionSlider
             width = "max-content" if control.kind == "dropdown" else "min(100%, 46em)"

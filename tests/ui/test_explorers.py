@@ -12,9 +12,10 @@ CELLS = [
     "ring = dtlab.explore.collectives(tab='ring')\nring",
     "cost = dtlab.explore.collectives(tab='cost')\ncost",
     "dtlab.explore.collectives()",
+    "dtlab.explore.data_parallel()",
     "dtlab.present()",
 ]
-MESSAGES, RING, COST, TABS, PRESENT = range(1, 6)
+MESSAGES, RING, COST, TABS, BUCKETS, PRESENT = range(1, 7)
 FITS = """cell => [...cell.querySelectorAll('.widget-label, .widget-readout, button, label, .widget-dropdown select')]
                   .filter(part => part.offsetParent && part.scrollWidth > part.clientWidth + 1)
                   .map(part => part.textContent)"""
@@ -24,9 +25,9 @@ FITS = """cell => [...cell.querySelectorAll('.widget-label, .widget-readout, but
 def notebook(shared_notebook):
     """The explorers, new in each test."""
     shared_notebook.page.evaluate("() => document.getElementById('dtlab-present')?.remove()")
-    for index in range(TABS + 1):
+    for index in range(BUCKETS + 1):
         shared_notebook.run(index)
-    for index in (MESSAGES, RING, COST, TABS):
+    for index in range(MESSAGES, BUCKETS + 1):
         picture(shared_notebook, index).first.wait_for()
     return shared_notebook
 
@@ -120,6 +121,17 @@ def test_swapping_the_calls_by_keyboard_closes_the_loop(notebook):
     notebook.picture("explorers-loop")
 
 
+def test_buckets_are_moved_by_keyboard_and_the_run_button_puts_marks_on_the_picture(notebook):
+    slider(notebook, BUCKETS).focus()
+    notebook.page.keyboard.press("End")
+    wait_for(notebook, BUCKETS, "exposed 1.18 s")  # the whole model
+    assert picture(notebook, BUCKETS).filter(has_text="measured").count() == 0
+    cell(notebook, BUCKETS).get_by_role("button", name="Run timed layers").click()
+    picture(notebook, BUCKETS).filter(has_text="measured").first.wait_for(timeout=120_000)
+    assert "On 4 ranks by number of buckets" in cell(notebook, BUCKETS).locator("p[aria-live]").inner_text()
+    notebook.picture("explorers-buckets")
+
+
 def test_every_control_is_reached_with_tab(notebook):
     cell(notebook, RING).locator(".noUi-handle").first.focus()
     reached = []
@@ -155,7 +167,7 @@ INSIDE = """cell => [...cell.querySelectorAll('.jp-OutputArea-output')].every(
 def test_nothing_is_cut_and_projector_mode_enlarges_explorers(notebook):
     sizes = {}
     for mode in ("explorers", "explorers-projector"):
-        for index in (MESSAGES, RING, COST, TABS):
+        for index in range(MESSAGES, BUCKETS + 1):
             assert cell(notebook, index).evaluate(FITS) == [] and cell(notebook, index).evaluate(INSIDE)
         sizes[mode] = [picture(notebook, index).first.evaluate(LETTERS) for index in (MESSAGES, RING, COST)]
         texts = [cell(notebook, COST).locator(part).first for part in (".widget-label:visible", "p[aria-live]")]
