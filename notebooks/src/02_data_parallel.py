@@ -499,7 +499,7 @@ for name, make in {"SGD": sgd, "AdamW": lambda parameters: torch.optim.AdamW(par
     right = train(GPT(config, seed=0, dtype=torch.float64), make_optimizer=make)[2]
     summed = ranks.run(on_ranks, finish=add_up, make_optimizer=make)[0][2]
     print(f"1. {name}: off by {(summed - right).norm() / right.norm():.3%}")
-print("2.", {name: f"{replay(its, hardware).exposed_communication_s:.2f} s exposed" for name, its in dry.items()})
+print("2. exposed [s]:", {name: round(replay(its, hardware).exposed_communication_s, 2) for name, its in dry.items()})
 
 def uneven(joined):
     model = parallel.DistributedDataParallel(GPT(config))
