@@ -42,10 +42,14 @@ def calibrate(ranks=None):
     return _measured[key]
 
 
+def carrier(ranks):
+    """Where the tensors of measured calls are: on the device, unless gloo carries them."""
+    return "cpu" if ranks._settings["backend"] == "gloo" else ranks._settings["device"]
+
+
 def _measure(ranks, size, device):
     speed = ranks.run(_time_compute, device, ranks=[0], guard=False)[0]
-    carrier = "cpu" if ranks._settings["backend"] == "gloo" else device  # where the tensors of calls are
-    times = np.max(ranks.run(_time_calls, carrier, guard=False), axis=0) if size > 1 else []  # of the slowest rank
+    times = np.max(ranks.run(_time_calls, carrier(ranks), guard=False), axis=0) if size > 1 else []  # the slowest
     terms = {name: _alpha_beta(row) for name, row in zip(_calls(size), times)}
     latency_s, seconds_per_byte = terms.pop("message", (0.0, 1e-12))  # one rank sends nothing
     link = Link("messages", 1 / seconds_per_byte, latency_s, "measured: from rank 0 to rank 1, in memory")

@@ -83,13 +83,15 @@ def measure():
     The layers sleep, so ranks do not fight for cores, and the messages are real.
     """
     import dtlab
+    from dtlab.record.calibration import carrier
 
     ranks = dtlab.current_ranks()
     with contextlib.ExitStack() as stack:
         if ranks is None or len(ranks) < 2:
             ranks = stack.enter_context(dtlab.launch(_LIVE_RANKS))
         machine = Hardware.calibrate(ranks)
-        measured = [max(ranks.run(_time_step, layers, overlap, guard=False)) for layers, overlap in _TIMED.values()]
+        measured = [max(ranks.run(_time_step, layers, overlap, carrier(ranks), guard=False))
+                    for layers, overlap in _TIMED.values()]
     all_reduce_s = lambda sizes: machine.collective_s("all_reduce", sizes, range(len(ranks)))
     gradients = [Gradient(4 * _PAYLOAD, _BACKWARD_S)] * _LAYERS
     runs = [bucketed_step(_LAYERS * _FORWARD_S, gradients, all_reduce_s, bucket_bytes=4 * _PAYLOAD * layers,
@@ -105,7 +107,7 @@ def measure():
                    text=f"On {len(ranks)} ranks by number of buckets, predicted and measured: {said}.")  # fmt: skip
 
 
-def _time_step(layers_a_bucket, overlap, steps=3):
+def _time_step(layers_a_bucket, overlap, device, steps=3):
     """On a rank: the median seconds of a step of timed layers."""
     import torch
     import torch.distributed as dist
@@ -113,14 +115,15 @@ def _time_step(layers_a_bucket, overlap, steps=3):
     from dtlab.models import TimedLayer
     from dtlab.parallel import DistributedDataParallel
 
-    layers = [TimedLayer(_FORWARD_S, _BACKWARD_S, num_params=_PAYLOAD) for _ in range(_LAYERS)]
+    layers = [TimedLayer(_FORWARD_S, _BACKWARD_S, num_params=_PAYLOAD, device=device) for _ in range(_LAYERS)]
     model = DistributedDataParallel(torch.nn.Sequential(*layers), bucket_bytes=4 * _PAYLOAD * layers_a_bucket,
                                     overlap=overlap)  # fmt: skip
     seconds = []
     for _ in range(steps + 1):  # the first warms up
         dist.barrier()
         began = time.perf_counter()
-        model(torch.ones(1)).sum().backward()
+        model(torch.ones(1, device=device)).sum().backward()
+        layers[0].payload.grad[0].item()  # waits for a GPU
         seconds.append(time.perf_counter() - began)
     return statistics.median(seconds[1:])
 
