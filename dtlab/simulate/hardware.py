@@ -198,7 +198,8 @@ class Hardware:
         """Seconds of a collective among ``ranks`` (global), once all of them have called it.
 
         Inside a node at ``inside``; across nodes the cheaper of hierarchical and flat, flat being as slow as
-        ``between``. Hierarchical needs as many of the ranks on each node: with uneven nodes only flat is counted.
+        ``between``. Hierarchical are all_reduce, all_gather and reduce_scatter of as many ranks on each node: uneven
+        nodes, and the other ops, are counted flat, which is more than libraries that know the nodes need.
 
         Args:
             op: name in torch.distributed.

@@ -155,6 +155,16 @@ def test_an_algorithm_holds_for_the_collectives_that_know_it():
                                       hardware.collective_s("all_to_all", 2**20, range(4))])
 
 
+def test_hierarchical_holds_for_groups_that_span_nodes():
+    events = [issue(size=2**20, group=name, seq=0) for name in ("node", "all")]
+    recording = dry(events, world_size=16, groups={"node": range(8), "all": range(16)})
+    hardware = Hardware.preset("16xA100")
+    timeline = replay(recording, hardware, algorithm="hierarchical")
+    took = [end - start for name in ("node", "all") for _, start, end in spans(timeline, channel=name)]
+    assert took == pytest.approx([hardware.collective_s("all_reduce", 2**20, range(8)),
+                                  hardware.collective_s("all_reduce", 2**20, range(16), "hierarchical")])
+
+
 def test_a_live_recording_keeps_its_shape():
     """Rank 0 sends 100 bytes after forward (60 FLOPs) and waits; backward is 120; then 1,000 bytes are reduced."""
     timeline = replay(two_ranks(), machine(), algorithm="ring")
@@ -174,6 +184,10 @@ def test_a_live_recording_keeps_its_shape():
      "rank 0 waits for message 0 from rank 0 to rank 1, which rank 1 never started"),
     (dry({0: [issue(group="g"), wait(group="g")], 1: [operation(1)]}), machine(), {},
      "rank 0 waits for all_reduce 0 of g, which rank 1 never started"),
+    (dry({0: [issue(group="g")], 1: [issue("broadcast", group="g", where="cell [3], line 5")]}), machine(), {},
+     "call 0 of g is all_reduce on rank 0 and broadcast on rank 1 \\(cell \\[3\\], line 5\\).*not have met"),
+    (dry([operation(1)]), "8xH100", {}, "hardware \\('8xH100'\\) must be Hardware, such as Hardware.preset"),
+    ("step.jsonl", machine(), {}, "recording \\('step.jsonl'\\) must be what .* Recording.load returned"),
 ])
 def test_what_cannot_be_replayed_is_refused_with_the_numbers(recording, hardware, options, said):
     with pytest.raises(ConfigError, match=said):
