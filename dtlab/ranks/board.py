@@ -52,18 +52,9 @@ class Call:
     label: str = ""
 
     def __str__(self):
-        return call_text(self.op, self.kind, self.peer, self.what, self.where)
-
-
-def call_text(op, kind, peer, what, where):
-    """A call in messages.
-
-    Example:
-        >>> call_text("send", SEND, 1, "4 float32", "cell [3], line 2")
-        'send(4 float32) to rank 1 at cell [3], line 2'
-    """
-    ends = {COLLECTIVE: "", SEND: f" to rank {peer}", RECV: f" from rank {peer}", RECV_ANY: " from any rank"}
-    return op + (f"({what})" if what else "") + f"{ends[kind]} at {where}"
+        """``send(4 float32) to rank 1 at cell [3], line 2``."""
+        ends = {SEND: f" to rank {self.peer}", RECV: f" from rank {self.peer}", RECV_ANY: " from any rank"}
+        return self.op + (f"({self.what})" if self.what else "") + f"{ends.get(self.kind, '')} at {self.where}"
 
 
 def board_bytes(world_size):

@@ -21,7 +21,7 @@ from torch.distributed import distributed_c10d
 
 from dtlab.errors import ConfigError
 from dtlab.ranks import guard_buffers
-from dtlab.ranks.board import ANY, COLLECTIVE, RECV_ANY, SEND, Call, call_text, rank_list
+from dtlab.ranks.board import ANY, COLLECTIVE, RECV_ANY, SEND, Call, rank_list
 from dtlab.ranks.guard import Guard
 from dtlab.ranks.guard_facts import FAMILY, Operands, facts_without_tensors, flat
 from dtlab.ranks.guard_order import here
@@ -72,7 +72,7 @@ class Publisher:
                 f"run the cell on {rank_list(members)}, or use a group of those that run"
             )
         if self.board.poisoned:
-            self._stop(call_text(op, kind, peer, what, where))
+            self._stop(str(Call(-1, 0, 0, kind, peer, tag, op, where, what, members)))
         if kind == COLLECTIVE:  # unguarded, another collective on a peer is not the matching call
             channel = _number(key if self.guard.on else f"{key}|{FAMILY.get(op, op)}")
         else:
@@ -259,12 +259,8 @@ def _describe(tensors):
     if not tensors:
         return ""
     more = f" and {len(tensors) - 1} more" if len(tensors) > 1 else ""
-    return _shape_text(tuple(tensors[0].shape), tensors[0].dtype) + more
-
-
-@functools.lru_cache(1024)
-def _shape_text(shape, dtype):
-    return "x".join(map(str, shape or ("scalar",))) + " " + str(dtype).removeprefix("torch.")
+    shape = "x".join(map(str, tensors[0].shape)) or "scalar"
+    return f"{shape} {str(tensors[0].dtype).removeprefix('torch.')}{more}"
 
 
 def gate_wait(work_type):

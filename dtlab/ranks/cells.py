@@ -1,9 +1,7 @@
 """On a rank: run cells and functions in the rank's namespace, and describe what went wrong."""
 import ast
-import io
 import linecache
 import sys
-import tokenize
 import traceback
 import types
 
@@ -83,23 +81,16 @@ def run_code(code, label, namespace, show):
     remember_source(filename, label, code)
     tree = ast.parse(code, filename)
     last = None
-    if tree.body and isinstance(tree.body[-1], ast.Expr) and not _ends_with_semicolon(code):
-        last = ast.Expression(tree.body.pop().value)
+    if tree.body and isinstance(tree.body[-1], ast.Expr):
+        line = code.split("\n")[tree.body[-1].end_lineno - 1].encode()
+        if not line[tree.body[-1].end_col_offset :].lstrip().startswith(b";"):
+            last = ast.Expression(tree.body.pop().value)
     exec(compile(tree, filename, "exec"), namespace.vars)
     if last is not None:
         value = eval(compile(last, filename, "eval"), namespace.vars)
         if value is not None:
             namespace.vars["_"] = value
             show(value)
-
-
-def _ends_with_semicolon(code):
-    skip = (tokenize.COMMENT, tokenize.NL, tokenize.NEWLINE, tokenize.ENDMARKER, tokenize.DEDENT)
-    last = ""
-    for token in tokenize.generate_tokens(io.StringIO(code).readline):
-        if token.type not in skip:
-            last = token.string
-    return last == ";"
 
 
 def run_function(function, args, kwargs, all_globals, namespace):

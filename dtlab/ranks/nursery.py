@@ -42,9 +42,8 @@ class Nursery:
         theirs.close()
         self.channel = Channel(mine)
         self.num_gpus = None  # known when it is ready
-        self._starts = 0  # calls of start; an interrupted one may still be answered
+        self._asked = 0  # requests; an interrupted one may still be answered
         self.killed = set()  # pids of ranks that were to end
-        self.exits = {}  # pid -> exit status of ranks that have ended
 
     @property
     def alive(self):
@@ -58,59 +57,55 @@ class Nursery:
         """
         if self.num_gpus is None:
             frame = self.channel.receive(READY_WITHIN_S)
-            if frame is None or frame[0][0] != "ready":
-                said = frame[0][2] if frame else self._last_words()
+            if frame is None:
+                said = self._last_words()
                 self.close()
                 raise RankError(f"the process that starts ranks did not come up: {said}. Try `dtlab doctor`.")
-            _, self.method, self.num_gpus = frame[0]
+            self.method, self.num_gpus = frame[0]
 
     def _last_words(self):
         self.process.kill()
         lines = self.process.stderr.read().decode(errors="replace").strip().splitlines()
         return lines[-1] if lines else f"it gave no sign for {READY_WITHIN_S} s"
 
+    def _ask(self, *request, fds=(), within_s=READY_WITHIN_S):
+        """The zygote's answer to a request; None if it gives none."""
+        self._asked += 1
+        self.channel.send(self._asked, *request, fds=fds)
+        while frame := self.channel.receive(within_s):
+            number, answer = frame[0]
+            if number == self._asked:
+                return answer
+        return None
+
     def start(self, settings, fds_by_rank):
         """Start one process for each rank; rank -> pid. The descriptors stay open here."""
         self.wait_ready()
         pids = {}
-        self._starts += 1
         for rank, fds in fds_by_rank.items():
-            self.channel.send("start", self._starts, settings, rank, fds=fds)
-        while len(pids) < len(fds_by_rank):
-            frame = self.channel.receive(READY_WITHIN_S)
-            if frame is None:
+            pids[rank] = answer = self._ask("start", settings, rank, fds=fds)
+            if answer is None:
                 raise RankError("the process that starts ranks has ended; run the launch cell again")
-            if frame[0][:2] == ("failed", self._starts):
-                raise RankError(f"{frame[0][2]}. Launch fewer ranks, or free memory and process slots.")
-            self._take(frame[0], pids)
+            if isinstance(answer, str):
+                cure = "Launch fewer ranks, or free memory and process slots."
+                raise RankError(f"rank {rank} could not be started: {answer}. {cure}")
         return pids
 
-    def _take(self, message, pids=None):
-        if message[:2] == ("started", self._starts) and pids is not None:
-            _, _, rank, pid = message
-            pids[rank] = pid
-            self.exits.pop(pid, None)  # of an earlier process with this number
-        elif message[0] == "exited":
-            self.exits[message[2]] = message[3]
-
-    def poll(self):
-        """Take news of ranks that have ended."""
-        for message, _ in self.channel.receive_ready():
-            self._take(message)
+    def exits(self):
+        """Exit status (negative: signal) of ranks that have ended, by pid."""
+        return self._ask("exits", within_s=0.5) or {}
 
     def exit_status(self, pid, wait_s=0.5):
-        """Exit status of a rank that has ended (negative: signal), None if it is not known in time."""
+        """Exit status of a rank that has ended, None if it is not known in time."""
         deadline = time.monotonic() + wait_s
-        while pid not in self.exits and self.alive and time.monotonic() < deadline:
-            frame = self.channel.receive(max(0.0, deadline - time.monotonic()))
-            if frame:
-                self._take(frame[0])
-        return self.exits.pop(pid, None)
+        while (status := self.exits().get(pid)) is None and self.alive and time.monotonic() < deadline:
+            time.sleep(0.002)
+        return status
 
     def kill(self, pids):
         """Kill ranks and what they started."""
         self.killed.update(pids)
-        self.channel.send("kill", list(pids))
+        self._ask("kill", list(pids), within_s=0.5)
 
     def close(self):
         """End the zygote and all its ranks."""

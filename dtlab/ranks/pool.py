@@ -169,9 +169,9 @@ class Ranks:
 
     def gone(self):
         """Ranks whose process has ended."""
-        self._nursery.poll()
+        exits = self._nursery.exits()
         closed = [r for r, channel in self._channels.items() if channel.has_ended()]
-        return sorted({*closed, *(r for r, pid in self.pids.items() if pid in self._nursery.exits)})
+        return sorted({*closed, *(r for r, pid in self.pids.items() if pid in exits)})
 
     def where(self, rank):
         """``(place of the rank's main thread, is it importing, is it in torch's communication code)``."""
@@ -257,7 +257,7 @@ class Ranks:
 
     def run_cell(self, code, label, ranks=None, timeout=..., record=False):
         """Run the text of a cell on ranks, what the ``%%ranks`` magic does; a Recording if it is to be recorded."""
-        answers = self._cell(("cell", self._context(record=record), code, label), ranks, timeout)
+        answers = self._talk("cell", (self._context(record=record), code, label), ranks, timeout)
         return join(answers, self._chosen(ranks), self.size) if record else None
 
     def push(self, *nameless, **values):
@@ -267,13 +267,11 @@ class Ranks:
         if own := [name for name in values if name in PREDEFINED]:
             raise ConfigError(f"{', '.join(own)}: the ranks' own names; choose another, for example my_{own[0]}")
         parcel = parcels.pack(values)
-        with self._exclusively(parcel) as held:
-            self._talk("push", range(self.size), (parcel,), None, parcel, held)
+        self._talk("push", (parcel,), None, None, parcel)
 
     def pull(self, name, ranks=None):
         """Values of a variable, in rank order."""
-        with self._exclusively() as held:
-            return self._talk("pull", self._chosen(ranks), (name,), None, None, held)
+        return self._talk("pull", (name,), ranks, None)
 
     def shutdown(self):
         """End the processes. Again does nothing."""
@@ -308,7 +306,7 @@ class Ranks:
         if dead:
             pid = self.pids[dead[0]]
             ours = pid in self._nursery.killed
-            how = "ended by dtlab" if ours else report.died_text(self._nursery.exits.get(pid))
+            how = "ended by dtlab" if ours else report.died_text(self._nursery.exits().get(pid))
             kept = report.kept_text(self.size, self.repair(dead, regroup=True), True, self.lost_groups)
             if not self.alive:
                 raise ConfigError("all ranks have ended: run the launch cell again")
@@ -327,26 +325,23 @@ class Ranks:
         if not callable(fn):
             raise ConfigError(f"run takes a function, not {type(fn).__name__}: ranks.run(fn, *args)")
         parcel = parcels.pack((fn, args, kwargs))
-        message = ("call", context, parcel, notebook.cell_sources(parcel.filenames))
-        return self._cell(message, ranks, timeout, parcel=parcel)
+        content = (context, parcel, notebook.cell_sources(parcel.filenames))
+        return self._talk("call", content, ranks, timeout, parcel)
 
-    def _cell(self, message, ranks, timeout, parcel=None):
-        kind, *rest = message
+    def _talk(self, kind, content, ranks, timeout, parcel=None):
+        """Send one message to ranks and collect their answers; the parcel in it is closed."""
         with self._exclusively(parcel) as held:
             chosen = self._chosen(ranks)
             timeout = self.timeout if timeout is ... else timeout
             check_timeout(timeout)
-            return self._talk(kind, chosen, (chosen, *rest), timeout, parcel, held)
-
-    def _talk(self, kind, ranks, content, timeout, parcel, held):
-        """Send one message to ranks and collect their answers."""
-        self._require_alive()
-        self._cell_number += 1
-        self.board.clear_poison()
-        for rank in ranks:
-            self._channels[rank].send(kind, self._cell_number, *content, fds=parcel.fds if parcel else ())
-        patience = KILL_COPY_AFTER_S if kind in ("push", "pull") else KILL_AFTER_S
-        return CellRun(self, ranks, self._cell_number, timeout, held, patience).finish()
+            self._require_alive()
+            self._cell_number += 1
+            self.board.clear_poison()
+            for rank in chosen:
+                fds = parcel.fds if parcel else ()
+                self._channels[rank].send(kind, self._cell_number, chosen, *content, fds=fds)
+            patience = KILL_COPY_AFTER_S if kind in ("push", "pull") else KILL_AFTER_S
+            return CellRun(self, chosen, self._cell_number, timeout, held, patience).finish()
 
     @contextlib.contextmanager
     def _exclusively(self, parcel=None):

@@ -175,14 +175,10 @@ def _cycle(stuck):
 
 
 def _grouped(stuck):
-    groups = []
+    groups = {}
     for rank, wait in sorted(stuck.items()):
-        same = next((g for g in groups if (str(g[0].call), g[0].missing) == (str(wait.call), wait.missing)), None)
-        if same:
-            same[1].append(rank)
-        else:
-            groups.append((wait, [rank]))
-    return groups
+        groups.setdefault((str(wait.call), tuple(wait.missing)), (wait, []))[1].append(rank)
+    return groups.values()
 
 
 def kept_text(world_size, dead, regrouped, lost_groups=False):

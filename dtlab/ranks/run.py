@@ -11,6 +11,7 @@ from dtlab.ranks.monitor import Monitor
 from dtlab.ranks.relay import Relay
 
 TICK_S = 0.02
+ASK_EVERY_S = 0.1  # whether a process has ended
 GRACE_S = 0.4  # after the first failure: time for the others to fail by themselves, or to come to the same wait
 SOCKETS_AFTER_S = 0.3  # ladder: a signal at once, then gloo's sockets, then the process
 KILL_AFTER_S = 1.5
@@ -32,7 +33,7 @@ class CellRun:
         self.hang = None  # (stuck, look, limit_s) when a wait could not end
         self.verdict = None  # (text, is_hanging, rank) of a mistake that the guard has seen
         self.interrupted = False
-        self._started = time.monotonic()
+        self._started = self._asked_at = time.monotonic()
         self._stop_at = self._stuck_at = self._failed_at = None
         self._has_shut_sockets = False
 
@@ -78,9 +79,11 @@ class CellRun:
 
     def _find_dead(self):
         """A rank may end while a process that it left behind keeps its socket open: its exit tells."""
-        self.pool._nursery.poll()
+        if time.monotonic() - self._asked_at < ASK_EVERY_S:
+            return
+        self._asked_at, exits = time.monotonic(), self.pool._nursery.exits()
         for rank in self.pending:
-            if self.pool.pids[rank] in self.pool._nursery.exits:
+            if self.pool.pids[rank] in exits:
                 self._read_cells(rank)
                 if rank in self.pending:
                     self._take_death(rank)

@@ -150,12 +150,12 @@ class Worker:
         run = lambda args, kwargs: cells.run_function(function, args, kwargs, all_globals, self.namespace)
         return play(run, (function, args, kwargs), *played)
 
-    def on_push(self, number, parcel, fds):
+    def on_push(self, number, present, parcel, fds):
         """Put values into the namespace."""
         parcel.fds = fds
         self._answer(number, lambda: self.namespace.push(parcels.unpack(parcel)[0]))
 
-    def on_pull(self, number, name, fds):
+    def on_pull(self, number, present, name, fds):
         """Send a variable's value back."""
 
         def value():

@@ -4,16 +4,14 @@ It is exec'd (it inherits nothing from the kernel), keeps one thread, and ends w
 end of the socket closes, whatever the reason. Where fork is not safe (macOS) it starts each rank as a fresh program
 instead; everything else is the same.
 
-Messages in: ``("start", number, settings, rank)`` with five descriptors, ``("kill", [pid, ...])``.
-Messages out: ``("ready", method, number of GPUs)``, ``("started", number, rank, pid)``, ``("failed", number, text)``,
-``("exited", rank, pid, status)``.
+It is asked ``(number, "start", settings, rank)`` with five descriptors, ``(number, "kill", [pid, ...])`` or
+``(number, "exits")``, and answers ``(number, answer)``. Its first message is ``(method, number of GPUs)``.
 """
 import contextlib
 import ctypes
 import gc
 import json
 import os
-import select
 import signal
 import subprocess
 import sys
@@ -59,47 +57,40 @@ class Zygote:
 
     def __init__(self, channel, method):
         self.channel, self.method = channel, method
-        self.ranks = {}  # pid -> rank
+        self.pids = set()  # of living ranks
+        self.exits = {}  # pid -> exit status of the others
         self.children = {}  # pid -> Popen, where ranks are started as programs
 
     def serve(self):
         """Answer until the notebook's end closes, then kill what is left."""
-        wake, wake_write = os.pipe()
-        os.set_blocking(wake_write, False)
-        signal.set_wakeup_fd(wake_write)
-        signal.signal(signal.SIGCHLD, lambda *_: None)
         signal.signal(signal.SIGTERM, lambda *_: sys.exit())  # by way of "finally"
         try:
-            while not self.channel.closed:
-                if wake in select.select([self.channel, wake], [], [])[0]:
-                    os.read(wake, 4096)
-                for message, fds in self.channel.receive_ready():
-                    getattr(self, "on_" + message[0])(*message[1:], fds=fds)
-                self.reap()
+            while frame := self.channel.receive():
+                (number, request, *rest), fds = frame
+                self.channel.send(number, getattr(self, "on_" + request)(*rest, fds=fds))
         finally:
             signal.signal(signal.SIGTERM, signal.SIG_IGN)
-            self.on_kill(list(self.ranks))
+            self.on_kill(self.pids)
 
-    def on_start(self, number, settings, rank, fds):
-        """Start a rank with its descriptors: cells, control, raw output, store, board."""
+    def on_start(self, settings, rank, fds):
+        """Start a rank with its descriptors (cells, control, raw output, store, board): its pid, or why not."""
         try:
             pid = self._fork(settings, rank, fds) if self.method == "fork" else self._spawn(settings, rank, fds)
+            self.pids.add(pid)
+            self.exits.pop(pid, None)  # of an earlier process with this number
+            return pid
         except OSError as error:
-            self.channel.send("failed", number, f"rank {rank} could not be started: {error}")
-        else:
-            self.ranks[pid] = rank
-            self.channel.send("started", number, rank, pid)
-        for fd in fds:
-            os.close(fd)
+            return str(error)
+        finally:
+            for fd in fds:
+                os.close(fd)
 
     def _fork(self, settings, rank, mine):
         pid = os.fork()
         if pid:
             return pid
         try:  # from here on this is the rank
-            signal.set_wakeup_fd(-1)
-            for inherited in (signal.SIGCHLD, signal.SIGTERM):
-                signal.signal(inherited, signal.SIG_DFL)
+            signal.signal(signal.SIGTERM, signal.SIG_DFL)
             self.channel.sock.detach()
             close_all_but({0, 1, 2, *mine})  # another rank's socket held here would hide that rank's death
             from dtlab.ranks import worker
@@ -117,22 +108,22 @@ class Zygote:
 
     def on_kill(self, pids, fds=()):
         """Kill ranks and the processes they started."""
-        for pid in pids:
-            if pid in self.ranks:
-                kill_group(pid)
-                with contextlib.suppress(OSError):
-                    os.kill(pid, signal.SIGKILL)  # it may have no group of its own yet
+        for pid in self.pids.intersection(pids):
+            kill_group(pid)
+            with contextlib.suppress(OSError):
+                os.kill(pid, signal.SIGKILL)  # it may have no group of its own yet
 
-    def reap(self):
-        """Tell the notebook which ranks have ended, and how."""
-        for pid in list(self.ranks):
+    def on_exits(self, fds):
+        """How ranks have ended, by pid; what they have started ends too."""
+        for pid in list(self.pids):
             done, status = os.waitpid(pid, os.WNOHANG)
             if done:
-                rank = self.ranks.pop(pid)
+                self.pids.remove(pid)
                 if child := self.children.pop(pid, None):
                     child.returncode = status
                 kill_group(pid)
-                self.channel.send("exited", rank, pid, os.waitstatus_to_exitcode(status))
+                self.exits[pid] = os.waitstatus_to_exitcode(status)
+        return self.exits
 
 
 def preload():
@@ -172,7 +163,7 @@ def main():
         preload()
         if num_threads() > 1:  # something that Python loads at its start has made one: forking is not safe
             method = "spawn"
-    channel.send("ready", method, _num_gpus())
+    channel.send(method, _num_gpus())
     Zygote(channel, method).serve()
 
 
