@@ -8,11 +8,11 @@ import collections
 import contextlib
 import os
 import pickle
+import select
 import socket
 import struct
 import tempfile
 import time
-from multiprocessing import connection
 
 INLINE_BYTES = 32 * 1024
 _HEADER = struct.Struct("<IB")  # bytes of the frame, number of file descriptors
@@ -34,6 +34,8 @@ class Channel:
         self.closed = False
         self._bytes = bytearray()
         self._fds = collections.deque()
+        self._poll = select.poll()
+        self._poll.register(sock, select.POLLIN)
 
     def fileno(self):
         return self.sock.fileno()
@@ -67,7 +69,7 @@ class Channel:
 
     def _fill(self, timeout):
         """Wait for bytes, or for the end, and take them; False if nothing came in time."""
-        if not connection.wait([self.sock], timeout):
+        if not self._poll.poll(None if timeout is None else 1000 * timeout):
             return False
         data, fds = b"", []
         with contextlib.suppress(ConnectionError):

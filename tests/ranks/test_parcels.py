@@ -14,6 +14,11 @@ def there_and_back(value):
     return parcels.unpack(parcels.pack(value))[0]
 
 
+def mapped_files():
+    with open("/proc/self/maps") as maps:
+        return sum("memfd" in line for line in maps)
+
+
 def open_fds():
     return len(os.listdir("/proc/self/fd"))
 
@@ -35,22 +40,31 @@ def test_kept_values_hold_memory_and_no_descriptors():
     assert open_fds() == before and all(t.sum() == 1000 == a.sum() for t, a in kept)
 
 
-def test_memory_goes_when_the_last_part_of_a_value_goes():
-    def mapped():
-        with open("/proc/self/maps") as maps:
-            return sum("memfd" in line for line in maps)
+def test_memory_goes_without_the_garbage_collector():
+    """It is megabytes that a loop over results would pile up, and nothing tells the collector of them."""
+    gc.disable()
+    try:
+        before = mapped_files()
+        values = [there_and_back([torch.ones(5000), np.ones(5000)]) for _ in range(5)]
+        assert mapped_files() == before + 5
+        values.clear()
+        assert mapped_files() == before
+    finally:
+        gc.enable()
 
+
+def test_memory_goes_when_the_last_part_of_a_value_goes():
     gc.collect()
-    before = mapped()
+    before = mapped_files()
     tensor, array = there_and_back((torch.ones(5000), np.ones(5000)))
-    assert mapped() == before + 1
+    assert mapped_files() == before + 1
     view = tensor[10:]
     del tensor, array
     gc.collect()
-    assert mapped() == before + 1 and view.sum() == 4990
+    assert mapped_files() == before + 1 and view.sum() == 4990
     del view
     gc.collect()
-    assert mapped() == before
+    assert mapped_files() == before
 
 
 def test_tensors_begin_on_a_cache_line():
