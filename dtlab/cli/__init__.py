@@ -86,8 +86,10 @@ def main(argv=None) -> int:
     argv = list(sys.argv[1:] if argv is None else argv)
     command, rest = _parse(argv)
     command_main, extra, _ = _COMMANDS[command]
+    if command == "run" and rest[:1] == ["--extra"] and len(rest) > 1:
+        extra = rest[1]
     try:
-        python = bootstrap.prepare(_extra(command, rest, extra))
+        python = bootstrap.prepare(extra)
         if not bootstrap.is_current(python):
             return bootstrap.hand_over(python, argv)
         code = command_main(rest)
@@ -107,10 +109,3 @@ def main(argv=None) -> int:
             raise
         print(f"dtlab: {bootstrap.DISK_FULL}", file=sys.stderr)
         return 1
-
-
-def _extra(command, rest, extra):
-    """``run --extra bench ...`` asks for more than its default; the other commands always need the same."""
-    if command == "run" and rest[:1] == ["--extra"] and len(rest) > 1:
-        return rest[1]
-    return extra

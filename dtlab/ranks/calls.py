@@ -44,7 +44,7 @@ class Publisher:
     def __init__(self, board, present):
         self.board, self.rank = board, board.rank
         self.present = present  # ranks that take part in the running cell
-        self.stopped_at = 0.0  # when a call was last ended by the poison
+        self.stopped_at = 0.0  # when something was last ended by the poison
         self._seqs = {}  # (channel, kind) -> next number
         self._groups = {}  # group name -> (global ranks, hash of name and ranks)
         self._works = {}  # id(Work) -> (weak reference to it, index of its call)
@@ -72,7 +72,7 @@ class Publisher:
                 f"run the cell on {rank_list(members)}, or use a group of those that run"
             )
         if self.board.poisoned:
-            self._stop(str(Call(-1, 0, 0, kind, peer, tag, op, where, what, members)))
+            self.stop(str(Call(-1, 0, 0, kind, peer, tag, op, where, what, members)))
         if kind == COLLECTIVE:  # unguarded, another collective on a peer is not the matching call
             channel = _number(key if self.guard.on else f"{key}|{FAMILY.get(op, op)}")
         else:
@@ -121,7 +121,7 @@ class Publisher:
             pause = 2e-5
             while self._closed(call) and not (work is not None and work.is_completed()):
                 if self.board.poisoned:
-                    self._stop(str(call))
+                    self.stop(str(call))
                 if deadline is not None and time.monotonic() > deadline:
                     return  # torch's own wait reports the time-out the caller asked for
                 time.sleep(pause)
@@ -129,7 +129,8 @@ class Publisher:
         finally:
             self.board.set_waiting(None)
 
-    def _stop(self, call):
+    def stop(self, call=""):
+        """End what this rank does, with the board's text; ``call``: what it waits in."""
         self.stopped_at = time.monotonic()
         raise Stopped(self.board.poison_text(), call)
 
@@ -237,18 +238,14 @@ def _note_results(publisher, tensors, index):
 
 def _wait_kernel(op, after):
     def kernel(keyset, tensor):
-        started = time.perf_counter()
-        index, publisher = None, current
+        started, index, publisher = time.perf_counter(), None, current
         if publisher is not None:
             publisher._last = None
             index = publisher._by_tensor.pop(tensor.untyped_storage()._cdata, None)
             if index is not None:
                 publisher.gate(index)
         out = op.redispatch(keyset & after, tensor)
-        if index is not None:
-            publisher.guard.buffers.close(index)
-        if observer is not None:
-            observer.waited_for(tensor, started)
+        _has_waited(publisher, index, started)
         return out
 
     return kernel
@@ -263,21 +260,25 @@ def _describe(tensors):
     return f"{shape} {str(tensors[0].dtype).removeprefix('torch.')}{more}"
 
 
+def _has_waited(publisher, index, started):
+    """A wait for a call has ended, which began at ``started``."""
+    if index is not None:
+        publisher.guard.buffers.close(index)
+        if observer is not None:
+            observer.waited(index, started)
+
+
 def gate_wait(work_type):
     """Put the gate before ``wait`` of a kind of handle."""
     original = work_type.wait
 
     @functools.wraps(original)
     def wait(self, *args, **kwargs):
-        started = time.perf_counter()
-        index, publisher = None, current
+        started, index, publisher = time.perf_counter(), None, current
         if publisher is not None:
             index = publisher.gate_work(self, (args[0] if args else kwargs.get("timeout")))
         done = original(self, *args, **kwargs)
-        if index is not None:
-            publisher.guard.buffers.close(index)
-            if observer is not None:
-                observer.waited(index, started)
+        _has_waited(publisher, index, started)
         return done
 
     work_type.wait = wait

@@ -3,6 +3,7 @@ import functools
 import json
 import math
 import sys
+import traceback
 import zlib
 
 import torch
@@ -154,10 +155,10 @@ def reduce_name(reduce_op):
 
 def _local(name):
     """A variable of the function in distributed_c10d that is running; None if there is none."""
-    frame = sys._getframe()
-    while frame is not None and not frame.f_code.co_filename.endswith("/distributed_c10d.py"):
-        frame = frame.f_back
-    return frame and frame.f_locals.get(name)
+    for frame, _ in traceback.walk_stack(sys._getframe()):
+        if frame.f_code.co_filename.endswith("/distributed_c10d.py"):
+            return frame.f_locals.get(name)
+    return None
 
 
 def layout(tensor):

@@ -231,7 +231,7 @@ class CellRun:
         self._stop_at = time.monotonic()
         self.pool.board.poison(text)
         for rank in self.pending:
-            self.pool._controls[rank].send("stop", self.number, text)
+            self.pool._controls[rank].send("stop", self.number)
 
     def _climb(self, seconds):
         """The ladder: after the signal, gloo's sockets; then the process."""

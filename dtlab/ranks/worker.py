@@ -13,6 +13,7 @@ import socket
 import sys
 import threading
 import time
+import traceback
 
 import torch
 import torch.distributed as dist
@@ -43,8 +44,7 @@ class Worker:
         self.cells_channel, self.control_channel = (Channel(socket.socket(fileno=fd)) for fd in fds[:2])
         self.store_fd, self.board_fd = fds[3:5]
         self.running = False  # a cell runs, so a stop may be raised
-        self.stop_text = None
-        self.stopped_at = None
+        self.must_stop = False
         self.stop_is_due = False  # it came at a moment when nothing may be raised
         self.cell_number = 0
         self.number_lock = threading.Lock()  # a late order for an earlier cell must not touch the next one
@@ -96,8 +96,8 @@ class Worker:
     def send_output(self, kind, data):
         self.reply("output", kind, data)
         if self.stop_is_due and self.running and threading.current_thread() is threading.main_thread():
-            self.stop_is_due, self.stopped_at = False, time.monotonic()
-            raise calls.Stopped(self.stop_text)
+            self.stop_is_due = False
+            self.publisher.stop()
 
     def display(self, *values):
         """Show values in the notebook, labelled with this rank."""
@@ -218,8 +218,8 @@ class Worker:
     def _number(self, number):
         """Begin a command: orders to stop an earlier one do not touch it."""
         with self.number_lock:
-            self.stop_text = self.stopped_at = None
-            self.stop_is_due = False
+            self.must_stop = self.stop_is_due = False
+            self.publisher.stopped_at = 0.0
             self.cell_number = number
 
     def _enter(self, number, present, context):
@@ -246,7 +246,7 @@ class Worker:
 
     def _control(self):
         while True:
-            frame = self.control_channel.receive(timeout=0.05 if self.stop_text is not None else None)
+            frame = self.control_channel.receive(timeout=0.05 if self.must_stop else None)
             if frame is None:
                 if self.control_channel.closed:
                     end_with_children()  # the notebook is gone
@@ -254,61 +254,47 @@ class Worker:
                 self._obey(*frame[0])
             elif frame[0][0] == "where":
                 self.control_channel.send("where", frame[0][1], where_is_main_thread())
-            if self.stop_text is not None and self.running:
-                stopped_at = max(self.stopped_at or 0.0, self.publisher.stopped_at)  # by the signal, or in a call
-                if time.monotonic() - stopped_at > _STOP_AGAIN_S:
+            if self.must_stop and self.running:
+                if time.monotonic() - self.publisher.stopped_at > _STOP_AGAIN_S:
                     signal.pthread_kill(threading.main_thread().ident, _STOP_SIGNAL)
 
-    def _obey(self, order, number, text=None):
+    def _obey(self, order, number):
         with self.number_lock:
-            if number != self.cell_number:
-                return
-            if order == "stop":
-                self.stop_text = text
-            else:
+            if number == self.cell_number and order == "stop":
+                self.must_stop = True
+            elif number == self.cell_number:
                 shut_sockets()
 
     def _raise_stop(self, _signal, frame):
         """Raise ``Stopped`` in the cell, but not where it would break something; there it is raised a little later."""
-        if not self.running or self.stop_text is None or is_importing(frame):
+        if not self.running or not self.must_stop or is_importing(frame):
             return
         self.stop_is_due = is_in_engine(frame)
         if not self.stop_is_due:
-            self.stopped_at = time.monotonic()
-            raise calls.Stopped(self.stop_text)
+            self.publisher.stop()
 
 
 def is_in_engine(frame):
     """Whether dtlab's own code is at work: half a message, or half a call on the board, would break the rank."""
-    while frame is not None and frame.f_code is not cells.run_function.__code__:
-        filename = frame.f_code.co_filename
-        if filename.endswith(_ENGINE_FILES) or owner(filename) == USERS:
-            return filename.endswith(_ENGINE_FILES)
-        frame = frame.f_back
+    for code in (f.f_code for f, _ in traceback.walk_stack(frame)):
+        is_engine = code.co_filename.endswith(_ENGINE_FILES)
+        if is_engine or code is cells.run_function.__code__ or owner(code.co_filename) == USERS:
+            return is_engine
     return False
 
 
 def is_importing(frame):
     """Whether a frame or one of its callers is Python's import machinery, which a stop would leave half done."""
-    while frame is not None:
-        if frame.f_code.co_filename.startswith("<frozen importlib"):
-            return True
-        frame = frame.f_back
-    return False
+    return any(f.f_code.co_filename.startswith("<frozen importlib") for f, _ in traceback.walk_stack(frame))
 
 
 def where_is_main_thread():
     """``(cell [3], line 4, importing, in communication code of torch)`` of the main thread, from another thread."""
     frame = sys._current_frames().get(threading.main_thread().ident)
-    importing, place = is_importing(frame), None
-    communicates = any(part in frame.f_code.co_filename for part in _WAITING_FILES)
-    while frame is not None:
-        filename = frame.f_code.co_filename
-        if owner(filename) == USERS:
-            place = f"{calls.label_of(filename)}, line {frame.f_lineno}"
-            break
-        frame = frame.f_back
-    return place, importing, communicates
+    stack = [(f.f_code.co_filename, line) for f, line in traceback.walk_stack(frame)]
+    places = [f"{calls.label_of(filename)}, line {line}" for filename, line in stack if owner(filename) == USERS]
+    communicates = any(part in stack[0][0] for part in _WAITING_FILES)
+    return next(iter(places), None), is_importing(frame), communicates
 
 
 def holds_groups(values):

@@ -30,14 +30,6 @@ def die_with_parent(with_signal):
         ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, with_signal)
 
 
-def num_threads():
-    """Threads of this process as the operating system counts them; 0 where it does not say."""
-    try:
-        return len(os.listdir("/proc/self/task"))
-    except OSError:
-        return 0
-
-
 def close_all_but(kept):
     """Close every file descriptor of this process except these."""
     for name in os.listdir("/dev/fd"):
@@ -153,6 +145,8 @@ def main():
     """Run as a program: ``zygote FD METHOD IN_MAIN_THREAD``; the descriptor is the notebook's socket."""
     import socket
 
+    import psutil
+
     fd, method, in_main_thread = int(sys.argv[2]), sys.argv[3], sys.argv[4] == "1"
     if in_main_thread:  # the signal would come when the *thread* that started us ends
         die_with_parent(signal.SIGTERM)  # not at once: the ranks' own processes are ended first
@@ -161,7 +155,7 @@ def main():
     signal.signal(signal.SIGINT, signal.SIG_IGN)
     if method == "fork":
         preload()
-        if num_threads() > 1:  # something that Python loads at its start has made one: forking is not safe
+        if psutil.Process().num_threads() > 1:  # of something that Python loads at its start: forking is not safe
             method = "spawn"
     channel.send(method, _num_gpus())
     Zygote(channel, method).serve()

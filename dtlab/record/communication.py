@@ -82,11 +82,11 @@ class Calls:
         return issue
 
     def waited(self, index, started):
-        """``wait`` returned, on the handle of a call."""
+        """``Work.wait`` or ``wait_tensor`` returned, for a call."""
         self._ended(self._issues.pop(index, None), started)
 
     def waited_for(self, tensor, started):
-        """``wait_tensor`` returned."""
+        """``wait_tensor`` of a dry recording returned."""
         storage = self.memory.of(tensor)
         for *_, issue in self.in_flight.get(storage.id, ())[-1:] if storage else ():
             self._ended(issue, started)
