@@ -104,6 +104,10 @@ def system_finding() -> Finding:
     return Finding("system", "ok", text + (", WSL2" if "microsoft" in release.lower() else ""))
 
 
+def _python() -> Finding:
+    return Finding("python", "ok", f"{platform.python_version()} ({sys.prefix})")
+
+
 def _installed(name, packages, cure):
     """The versions of packages; a problem if one is missing."""
     found = {package: _version(package) for package in packages}
@@ -124,10 +128,6 @@ def _widgets() -> Finding:
     names = ("jupyterlab", "ipywidgets", "jupyterlab-widgets", "ipykernel")
     cure = "questions and sliders will show as text: {} -m pip install {{}}, then reload the page"
     return _installed("widgets", names, cure.format(Path(sys.executable).name))
-
-
-def _python() -> Finding:
-    return Finding("python", "ok", f"{platform.python_version()} ({sys.prefix})")
 
 
 def _numpy_bridge() -> Finding:

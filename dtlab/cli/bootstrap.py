@@ -47,12 +47,16 @@ def is_current(python) -> bool:
 
 
 def hand_over(python, argv) -> int:
-    """Run the same command with ``python``; on POSIX this process becomes it."""
-    command = [str(python), "-m", "dtlab", *argv]
+    """Run the same command with ``python``."""
+    return become([str(python), "-m", "dtlab", *argv], os.environ)
+
+
+def become(command, env) -> int:
+    """Run a command in this process's place, so that Ctrl-C and signals reach it; Windows cannot, it waits."""
     if os.name == "nt":
-        return subprocess.call(command)
+        return subprocess.call(command, env=env)
     sys.stdout.flush()
-    os.execv(command[0], command)
+    os.execve(command[0], command, env)
 
 
 def prepare(extra):

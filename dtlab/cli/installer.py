@@ -9,6 +9,7 @@ import sys
 from pathlib import Path
 
 from dtlab import machine
+from dtlab.errors import DtlabError
 
 NEEDED_BYTES = 2 * 10**9  # a CPU environment, with room for pip to unpack
 NEEDED_CUDA_BYTES = 9 * 10**9
@@ -25,7 +26,7 @@ _PRESENT = (
 )
 
 
-class SetupError(Exception):
+class SetupError(DtlabError):
     """What keeps the course from being set up: one sentence with the cure."""
 
 

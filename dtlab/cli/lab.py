@@ -3,7 +3,6 @@
 import argparse
 import json
 import os
-import subprocess
 import sys
 from pathlib import Path
 from urllib.parse import quote
@@ -27,7 +26,8 @@ def main(argv) -> int:
         print(system.line())
     first = min(working_copies.make_all())
     env = {**os.environ, **settings(bootstrap.ROOT / "work" / ".lab")}
-    return _become(command(first.relative_to(bootstrap.ROOT).as_posix(), options), env)
+    os.chdir(bootstrap.ROOT)
+    return bootstrap.become(command(first.relative_to(bootstrap.ROOT).as_posix(), options), env)
 
 
 def _options(argv):
@@ -73,12 +73,3 @@ def command(target, options) -> "list[str]":
     if hasattr(os, "geteuid") and os.geteuid() == 0:
         args.append("--allow-root")  # in containers everybody is root
     return [sys.executable, "-m", "jupyterlab", *args]
-
-
-def _become(command, env) -> int:
-    """Run JupyterLab in this process's place, so that Ctrl-C and signals reach it; Windows cannot, it waits."""
-    os.chdir(bootstrap.ROOT)
-    if os.name == "nt":
-        return subprocess.call(command, env=env)
-    sys.stdout.flush()
-    os.execve(command[0], command, env)
