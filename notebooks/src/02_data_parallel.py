@@ -363,17 +363,8 @@ for name, size in {"one bucket, after backward": 2**30, "one a layer, during it"
     assert best > 0.12  # six layers that sleep
 
 # %% [markdown]
-# A recording knows when a call began and when somebody waited for it, not when its bytes moved. `replay` computes that for
-# named hardware; here for the recorded step, sleeps and all, over Ethernet of 10 Gb/s. How to read a timeline: time runs to
-# the right; a rank's first row is what it computes, the row below its calls (C). What costs time is communication without
-# computing above it: it is *exposed*.
-
-# %% name="overlap-picture" tags=["picture"]
-machine = Hardware.preset(f"{WORLD_SIZE}xA100", inside="Ethernet 10")
-plots.timeline(replay(ranks.record(timed_step, 2**22), machine), ranks=[0, 1])
-
-# %% [markdown]
-# Five buckets travel under the backward (B) of earlier layers. Only the last is exposed: nothing is left to hide it.
+# The layers sleep 120 ms in all. What is more is communication that shows (and copying): it is *exposed*. With a bucket a
+# layer, five of six can travel under the backward of earlier layers; nothing is left to hide the last.
 #
 # ### Postpone
 #
@@ -445,8 +436,9 @@ best = min(timelines, key=lambda name: timelines[name].step_time_s)
 dtlab.reveal("02.2", f"{best}, {timelines[best].step_time_s:.2f} s", best)
 
 # %% [markdown]
-# A curve like a U: small buckets pay latency, one bucket hides nothing. (The optimizer's time is left out.) The best of them,
-# as rank 0 sees it:
+# A curve like a U: small buckets pay latency, one bucket hides nothing. (The optimizer's time is left out.) Here is the best of
+# them on rank 0. How to read a timeline: time runs to the right; the first row is what the rank computes, forward (F) and
+# backward (B), the row below its calls (C). Where communication has no computing above it, it costs time:
 
 # %% name="replayed" tags=["picture"]
 plots.timeline(timelines[best])
