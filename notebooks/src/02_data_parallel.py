@@ -444,6 +444,8 @@ dtlab.reveal("02.2", f"{best}, {timelines[best].step_time_s:.2f} s", best)
 plots.timeline(timelines[best])
 
 # %% [markdown]
+# Once it has begun, the link is never idle: what sticks out at the end goes only with a faster link, or with more tokens a rank.
+#
 # ## Turn the knobs
 #
 # The 7.5B model, as if it fitted. Drag the bucket from one parameter to the whole model: the exposed green shrinks, then comes
