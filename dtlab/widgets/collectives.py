@@ -34,7 +34,7 @@ def collectives(tab=None):
     """
     if tab is None:
         return Tabs({name: make() for name, make in _TABS.items()})
-    if tab not in _TABS:
+    if tab not in [*_TABS]:
         raise ConfigError(f"collectives has no tab {tab!r}; it has {', '.join(_TABS)}")
     return _TABS[tab]()
 

@@ -4,6 +4,7 @@ import functools
 import statistics
 import time
 
+from dtlab.errors import ConfigError
 from dtlab.plots.columns import columns
 from dtlab.plots.timeline import timeline
 from dtlab.plots.twin import twin
@@ -87,7 +88,10 @@ def measure():
 
     ranks = dtlab.current_ranks()
     with contextlib.ExitStack() as stack:
-        if ranks is None or len(ranks) < 2:
+        if ranks is not None and len(ranks) < 2:
+            raise ConfigError("measuring takes 2 ranks at least, and 1 is live; others in its place would end it, with "
+                              "its variables: launch more yourself, ranks = dtlab.launch(4), and run again")
+        if ranks is None:
             ranks = stack.enter_context(dtlab.launch(_LIVE_RANKS))
         machine = Hardware.calibrate(ranks)
         measured = [max(ranks.run(_time_step, layers, overlap, carrier(ranks), guard=False))

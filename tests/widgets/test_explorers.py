@@ -165,6 +165,28 @@ def test_the_run_button_measures_only_when_pressed_and_what_it_measured_stays(li
     assert "measured here" in explorer.set(ranks=3).svg and len(calls) == 1
 
 
+def test_an_interrupted_run_is_told_and_can_be_run_again(live):
+    reports = iter([KeyboardInterrupt(), "measured here"])
+
+    def measure(**values):
+        if isinstance(report := next(reports), BaseException):
+            raise report
+        return report
+
+    explorer = small(run=("Run it", measure))
+    explorer._repr_mimebundle_()
+    with pytest.raises(KeyboardInterrupt):
+        explorer._view.button.click()
+    assert explorer._view.said.value == "interrupted" and not explorer._view.button.disabled
+    explorer._view.button.click()
+    assert explorer._view.said.value == "measured" and "measured here" in explorer._view.picture.value
+
+
+def test_without_ipywidgets_a_notebook_shows_the_twin(live, monkeypatch):
+    monkeypatch.setitem(sys.modules, "ipywidgets", None)
+    assert sorted(small()._repr_mimebundle_()) == ["image/svg+xml", "text/plain"]
+
+
 def test_the_run_button_is_disabled_while_it_runs_and_shows_an_error_in_the_widget(live):
     seen = []
 
@@ -242,6 +264,9 @@ def test_tabs_are_one_explorer(live):
 
 @pytest.mark.parametrize("call, words", [
     (lambda: dtlab.explore.collectives("rings"), "no tab 'rings'; it has messages, ring, cost"),
+    (lambda: dtlab.explore.collectives(["ring"]), "no tab \\['ring'\\]; it has messages"),
+    (lambda: dtlab.explore.collectives().set(["ring"]), "no tab \\['ring'\\]; there are messages"),
+    (lambda: dtlab.explore.collectives("ring").run(), "no Run button.*set\\(ranks=..., step=...\\)"),
     (lambda: dtlab.explore.collectives().set("rings"), "no tab 'rings'; there are messages, ring, cost"),
     (lambda: dtlab.explore.collectives().set("ring", swap=True), "no control 'swap'; it has ranks, step"),
 ])
