@@ -5,6 +5,7 @@ where they stand. GB and TB are 10**9 and 10**12 bytes.
 """
 import re
 from collections import Counter
+from collections.abc import Iterable
 from dataclasses import dataclass, fields, replace
 from numbers import Real
 
@@ -12,7 +13,7 @@ import numpy as np
 
 from dtlab.errors import ConfigError
 from dtlab.theory import Link, base_op, collective_time_s
-from dtlab.validate import at_least, index_below, one_of
+from dtlab.validate import amount, at_least, index_below, one_of
 
 # Latency of a hop: what NCCL's own model of its ring counts for large messages ("Simple") over NVLink, PCIe and a
 # network, as of NCCL 2.19 (src/graph/tuning.cc). Small messages ("LL") are five to six times quicker there. For
@@ -207,8 +208,11 @@ class Hardware:
             algorithm: one of ``theory.ALGORITHMS[op]``; the fastest if not given.
 
         Raises:
-            ConfigError: a rank without a device; an op or an algorithm that is not known.
+            ConfigError: no ranks, one twice or without a device; an op or an algorithm that is not known.
         """
+        ranks = list(ranks) if isinstance(ranks, Iterable) else ranks
+        if not isinstance(ranks, list) or len(set(ranks)) < max(len(ranks), 1):
+            raise ConfigError(f"ranks ({ranks!r}) must be the global ranks of the group, each once: range(4)")
         size = len(ranks)
         self._node(min(ranks)), self._node(max(ranks))
         on_nodes = Counter(rank // self.node_size for rank in ranks)
@@ -229,7 +233,7 @@ class Hardware:
     def p2p_s(self, num_bytes, source, destination):
         """Seconds of a message between two ranks (global): latency plus bytes over bandwidth of the link they share."""
         link = self.inside if self._node(source) == self._node(destination) else self.between
-        return link.time_s(num_bytes)
+        return link.time_s(amount("num_bytes", num_bytes))
 
     def _node(self, rank):
         return index_below("rank", rank, f"num_devices of {self.name}", self.num_devices) // self.node_size
