@@ -17,6 +17,7 @@ import torch
 import torch.distributed as dist
 
 from dtlab import machine
+from dtlab.errors import ConfigError
 from dtlab.simulate.hardware import Hardware
 from dtlab.theory import Link
 
@@ -28,8 +29,10 @@ _measured = {}  # (number of ranks, device), or None where there were no ranks -
 
 def calibrate(ranks=None):
     """See ``Hardware.calibrate``."""
-    from dtlab.ranks import current_ranks, launch
+    from dtlab.ranks import Ranks, current_ranks, launch
 
+    if not isinstance(ranks, Ranks | None):
+        raise ConfigError(f"ranks ({ranks!r}) must be what dtlab.launch returned, or nothing: those that are live")
     ranks = ranks or current_ranks()
     if ranks is None:
         if None not in _measured:

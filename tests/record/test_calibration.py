@@ -7,6 +7,7 @@ import pytest
 import torch
 
 import dtlab
+from dtlab.errors import ConfigError
 from dtlab.machine import usable_cores
 from dtlab.models import TimedLayer
 from dtlab.record import calibration
@@ -89,3 +90,9 @@ def test_latency_and_bandwidth_are_fitted():
 def test_a_fit_is_never_below_zero():
     assert min(calibration._alpha_beta(np.array([5.0, 4.0, 3.0, 2.0, 1.0]))) > 0
     assert min(calibration._alpha_beta(1e-9 * np.array([1.0, 20.0, 900.0, 10000.0, 1e5]))) > 0
+
+
+@pytest.mark.parametrize("ranks", [4, "4", [0, 1]])
+def test_what_are_no_ranks_is_refused(ranks):
+    with pytest.raises(ConfigError, match=r"ranks \(.*must be what dtlab.launch returned"):
+        Hardware.calibrate(ranks)
