@@ -129,7 +129,7 @@ class CellRun:
             self._take_failure(rank, report.described("ConfigError", f"{why}; {cure}"))
 
     def _take_failure(self, rank, failure):
-        if failure["lost_peer"] and (call := self.pool.board.last_call(rank)):
+        if failure["lost_peer"] and (call := self.monitor.board.last_call(rank)):
             self.waits.setdefault(rank, f"in {call}")
         if failure["lost_peer"] and self._stop_at is not None:
             self.stopped.append(rank)  # its sockets were shut to stop it
@@ -141,7 +141,7 @@ class CellRun:
         self.dead.append(rank)
         if self._stop_at is None:
             status = self.pool._nursery.exit_status(self.pool.pids[rank])
-            calls = {r: self.pool.board.last_call(r) for r in self.ranks} if status in (-6, -11) else {}  # C++ gave up
+            calls = {r: self.monitor.board.last_call(r) for r in self.ranks} if status in (-6, -11) else {}  # C++
             text = report.died_text(status) + report.last_calls_text(rank, calls)
             self._take_failure(rank, report.described(report.DIED, text))
 
@@ -276,7 +276,8 @@ class CellRun:
         return next(iter(died or causes or self.failures))
 
     def _last_calls(self, look):
-        calls = {r: self.pool.board.last_call(r) for r in range(self.pool.size) if r not in look.waits}
+        # Subtle: of the board that the cell ran on; a repair has given the pool a new one by now
+        calls = {r: self.monitor.board.last_call(r) for r in range(self.pool.size) if r not in look.waits}
         return {r: f"its last call was {call}" if call else "it has made no call" for r, call in calls.items()}
 
 
