@@ -293,6 +293,12 @@ def test_the_workflow_runs_the_same_script_on_the_lowest_python_and_the_lowest_v
     assert "--resolution lowest-direct" in step["run"] and job["steps"].index(step) < len(job["steps"]) - 1
 
 
+def test_no_two_test_files_have_one_name():
+    """pytest imports them by name: a second file of a name is refused, or is taken for the first by the ranks."""
+    names = [path.name for path in (ROOT / "tests").rglob("*.py") if path.name != "conftest.py"]
+    assert sorted(names) == sorted(set(names))
+
+
 # What is written and shipped
 
 
