@@ -20,8 +20,9 @@ def at_least(name: str, value, minimum: int) -> int:
 def amount(name: str, value, *, above_0: bool = False):
     """Return ``value``, a finite number or a numpy array of them, or raise ConfigError if one is below 0 (or is 0)."""
     try:
+        value * 1.0  # 10**400 is no float
         legal = ((value > 0) if above_0 else (value >= 0)) & (value < float("inf"))
-    except TypeError:  # text, None, a list
+    except (TypeError, OverflowError):  # text, None, a list; a whole number that is too large
         legal = False
     if isinstance(value, bool) or not (legal.all() if hasattr(legal, "all") else legal):
         raise ConfigError(f"{name} ({value!r}) must be a number {'above' if above_0 else 'of at least'} 0, and finite")

@@ -7,12 +7,14 @@ import re
 from collections import Counter
 from collections.abc import Iterable
 from dataclasses import dataclass, fields, replace
+from fractions import Fraction
 from numbers import Real
 
 import numpy as np
 
 from dtlab.errors import ConfigError
 from dtlab.theory import Link, base_op, collective_time_s
+from dtlab.theory.units import in_units
 from dtlab.validate import amount, at_least, index_below, one_of
 
 # Latency of a hop: what NCCL's own model of its ring counts for large messages ("Simple") over NVLink, PCIe and a
@@ -22,7 +24,8 @@ _NVLINK_S, _PCIE_S, _NETWORK_S, _SOCKET_S = 3.4e-6, 5.7e-6, 14e-6, 50e-6
 
 
 def _link(name, raw_gb_per_s, reached, latency_s, source):
-    said = f"{raw_gb_per_s:g} GB/s by {source}; that {reached:.3g} of it is reached is assumed"
+    share = "all" if reached == 1 else Fraction(reached).limit_denominator(10)
+    said = f"{raw_gb_per_s:g} GB/s by {source}; that {share} of it is reached is assumed"
     return Link(name, raw_gb_per_s * 1e9 * reached, latency_s, said)
 
 
@@ -106,15 +109,17 @@ class Hardware:
         for name in ("num_devices", "node_size", *(("cores",) if self.cores is not None else ())):
             at_least(name, getattr(self, name), 1)
         for name in (*_POSITIVE, "op_overhead_s"):
-            value = getattr(self, name)
-            if not isinstance(value, Real) or not 0 <= value < float("inf") or not (value or name == "op_overhead_s"):
-                raise ConfigError(f"{name} ({value!r}) must be a number above 0, and finite")
+            value = getattr(self, name)  # text is refused, an array of numbers would not be
+            amount(name, value if isinstance(value, Real) else repr(value), above_0=name != "op_overhead_s")
         for name in ("gemm_efficiency", "memory_efficiency"):
             if getattr(self, name) > 1:
                 raise ConfigError(f"{name} ({getattr(self, name)}) is a share of the peak: at most 1")
         for name in ("inside", "between"):
             if not isinstance(getattr(self, name), Link):
                 raise ConfigError(f"{name} ({getattr(self, name)!r}) must be a Link, or to preset() the name of one")
+        if not isinstance(self.measured, tuple) or not all(isinstance(m, tuple) and len(m) == 4 for m in self.measured):
+            raise ConfigError(f"measured ({self.measured!r}) must be a tuple with (op, ranks, latency_s, "
+                              f"seconds_per_byte) for each op that was timed, as calibrate() gives it")
 
     @classmethod
     def preset(cls, name, **changes):
@@ -199,8 +204,8 @@ class Hardware:
         """Seconds of a collective among ``ranks`` (global), once all of them have called it.
 
         Inside a node at ``inside``; across nodes the cheaper of hierarchical and flat, flat being as slow as
-        ``between``. Hierarchical are all_reduce, all_gather and reduce_scatter of as many ranks on each node: uneven
-        nodes, and the other ops, are counted flat, which is more than libraries that know the nodes need.
+        ``between``. Hierarchical are groups of as many ranks on each node: uneven nodes, and gather, scatter and
+        barrier, are counted flat, which is more than libraries that know the nodes need.
 
         Args:
             op: name in torch.distributed.
@@ -243,21 +248,11 @@ class Hardware:
         if self.cores is not None:
             place = f"{self.num_devices} ranks at most, {self.cores} at once, each"
         bandwidth = self.memory_bandwidth_bytes_per_s
-        text = (f"{self.name}: {place} {_short(self.peak_flops * self.gemm_efficiency, 'FLOP/s')} (peak "
-                f"{_short(self.peak_flops, 'FLOP/s')}), {_short(self.memory_bytes, 'B')} at "
-                f"{_short(bandwidth * self.memory_efficiency, 'B/s')} (peak {_short(bandwidth, 'B/s')})")
-        links = f"; {_said(self.inside)}"
-        return text + links + (f"; between nodes {_said(self.between)}" if self.num_devices > self.node_size else "")
-
-
-def _short(amount, unit):
-    """Three digits: ``1.56e14`` -> ``156 TFLOP/s``."""
-    scale, prefix = (1e12, "T") if amount >= 1e12 else (1e9, "G")
-    return f"{amount / scale:.3g} {prefix}{unit}"
-
-
-def _said(link):
-    return f"{link.name} {_short(link.bandwidth_bytes_per_s, 'B/s')}, {link.latency_s * 1e6:.3g} us"
+        text = (f"{self.name}: {place} {in_units(self.peak_flops * self.gemm_efficiency, 'FLOP/s')} (peak "
+                f"{in_units(self.peak_flops, 'FLOP/s')}), {in_units(self.memory_bytes, 'B')} at "
+                f"{in_units(bandwidth * self.memory_efficiency, 'B/s')} (peak {in_units(bandwidth, 'B/s')}); "
+                f"{self.inside}")
+        return text + (f"; between nodes {self.between}" if self.num_devices > self.node_size else "")
 
 
 def _parsed(name):

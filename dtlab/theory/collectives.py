@@ -14,6 +14,7 @@ import numpy as np
 
 from dtlab.errors import ConfigError
 from dtlab.theory.communication import base_op
+from dtlab.theory.units import in_units
 from dtlab.validate import amount, at_least, one_of
 
 
@@ -43,6 +44,9 @@ class Link:
     def time_s(self, num_bytes):
         """Seconds of one message; ``num_bytes`` is a number or a numpy array."""
         return self.latency_s + num_bytes / self.bandwidth_bytes_per_s
+
+    def __str__(self):
+        return f"{self.name} {in_units(self.bandwidth_bytes_per_s, 'B/s')}, {in_units(self.latency_s, 's')}"
 
 
 class Cost(NamedTuple):
@@ -131,13 +135,18 @@ _FLAT = {
 }
 _POWERS_OF_TWO_ONLY = {("all_gather", "recursive_doubling"), ("reduce_scatter", "recursive_halving")}
 
-# hierarchical: (op, between nodes?), in order; between nodes each device carries its node_size-th part of S
+# hierarchical: (op, between nodes?), in order. Between nodes each device carries its node_size-th part of S, but one
+# device a node all of S in broadcast and reduce; in all_to_all each one all that its node has for its own place there.
 _PHASES = {
     "all_reduce": (("reduce_scatter", False), ("all_reduce", True), ("all_gather", False)),
     "all_gather": (("all_gather", True), ("all_gather", False)),
     "reduce_scatter": (("reduce_scatter", False), ("reduce_scatter", True)),
+    "broadcast": (("broadcast", True), ("broadcast", False)),
+    "reduce": (("reduce", False), ("reduce", True)),
+    "all_to_all": (("all_to_all", False), ("all_to_all", True)),
 }
 _HALVING = {"all_reduce": "halving_doubling", "all_gather": "recursive_doubling", "reduce_scatter": "recursive_halving"}
+_WHOLE = {"broadcast": "tree", "reduce": "tree", "all_to_all": "pairwise"}  # those that carry all of S between nodes
 
 ALGORITHMS = {op: (*flat, *(["hierarchical"] if op in _PHASES else [])) for op, flat in _FLAT.items()}
 
@@ -157,10 +166,12 @@ def _terms(op, algorithm, n, node_size):
         return None
     inside, between, busiest = np.zeros(2), np.zeros(2), 0.0
     for phase, is_between in _PHASES[op]:
-        count, part = (n // node_size, 1 / node_size) if is_between else (node_size, 1)
-        steps, share, sent = _FLAT[phase]["ring" if count & (count - 1) else _HALVING[phase]](count)
+        count = n // node_size if is_between else node_size
+        part = 1 / node_size if is_between and phase not in _WHOLE else 1
+        name = _WHOLE.get(phase) or ("ring" if count & (count - 1) else _HALVING[phase])
+        steps, share, sent = _FLAT[phase][name](count)
         (between if is_between else inside)[:] += steps, share * part
-        busiest += sent * part
+        busiest = max(busiest, sent) if op == "reduce" else busiest + sent * part  # who collects a node's sends once
     return tuple(inside.tolist()), tuple(between.tolist()), busiest
 
 
@@ -214,7 +225,8 @@ def collective_time_s(op: str, tensor_bytes, *, size: int, link: Link, algorithm
         algorithm: one of ``ALGORITHMS[op]``; None takes the fastest of them (for each element of an array).
         node_size: ranks of the group that share a node (count). Below ``size``, flat algorithms are priced at
             ``link_between`` throughout, and "hierarchical" joins in: inside the nodes at ``link``, and between them
-            each device carries its node_size-th part by its own ``link_between``.
+            each device carries its node_size-th part by its own ``link_between``. In broadcast and reduce one device
+            a node carries all; in all_to_all each sends (n - node_size)/n S between, gathered inside before.
 
     Raises:
         ConfigError: unknown op or algorithm; an algorithm that this size does not have (the logarithmic all_gather by

@@ -147,6 +147,19 @@ def test_a_preset_can_be_changed():
     assert "PCIe 4 25.2 GB/s" in repr(slow) and "InfiniBand HDR" in repr(slow)
 
 
+def test_numbers_are_read_in_units_that_fit():
+    assert "each 1.12 PFLOP/s (peak 2.25 PFLOP/s), 180 GB at 6.4 TB/s" in repr(Hardware.preset("8xB200"))
+    sources = [LINKS[name].source for name in ("NVLink 3", "PCIe 4", "Ethernet 10", "InfiniBand HDR")]
+    assert [source.rpartition("; ")[2] for source in sources] == [
+        f"that {share} of it is reached is assumed" for share in ("5/6", "4/5", "9/10", "all")]
+
+
+def test_an_overhead_of_0_is_legal_and_below_0_the_text_says_so():
+    assert Hardware.preset("8xH100", op_overhead_s=0).op_overhead_s == 0
+    with pytest.raises(ConfigError, match=r"op_overhead_s \(-1\) must be a number of at least 0"):
+        Hardware.preset("8xH100", op_overhead_s=-1)
+
+
 @pytest.mark.parametrize("name, said", [
     ("8xP100", "V100-32GB, A100-40GB, A100-80GB, H100, H200, B200"),
     ("H100", "8xH100"),
@@ -161,7 +174,8 @@ def test_an_unknown_preset_is_answered_with_those_there_are(name, said):
 @pytest.mark.parametrize("changes", [
     {"node_size": 0}, {"num_devices": 2.5}, {"cores": 0}, {"peak_flops": -1}, {"memory_bandwidth_bytes_per_s": 0},
     {"memory_bytes": float("nan")}, {"op_overhead_s": -1e-6}, {"gemm_efficiency": 1.5}, {"inside": "NVLink 9"},
-    {"inside": 3e9}, {"bandwidth": 1e9},
+    {"inside": 3e9}, {"bandwidth": 1e9}, {"peak_flops": True}, {"peak_flops": 10**400}, {"memory_bytes": "80 GB"},
+    {"peak_flops": np.array([1e12])}, {"measured": 5}, {"measured": (("all_reduce", 4),)},
 ])  # fmt: skip
 def test_numbers_that_cannot_be_are_refused(changes):
     with pytest.raises(ConfigError, match=next(iter(changes))):

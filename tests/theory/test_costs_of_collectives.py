@@ -7,7 +7,16 @@ import pytest
 
 from dtlab import theory
 from dtlab.errors import ConfigError
-from dtlab.theory import ALGORITHMS, Link, busbw, busiest_rank_bytes, collective_table, collective_time_s, collectives
+from dtlab.theory import (
+    ALGORITHMS,
+    Link,
+    busbw,
+    busiest_rank_bytes,
+    collective_table,
+    collective_time_s,
+    collectives,
+    units,
+)
 
 ALPHA, B = 20e-6, 25e9
 LINK = Link("test", B, ALPHA)
@@ -157,6 +166,27 @@ def test_hierarchical_all_gather_and_reduce_scatter_are_the_halves_of_the_all_re
     assert sum(halves) == pytest.approx(collective_time_s("all_reduce", 3e7, **nodes))
 
 
+def test_a_hierarchical_broadcast_of_1_MB_on_two_nodes_by_hand():
+    """Once to the other node, then three times inside the nodes; a reduce is the same backwards."""
+    inside, between = Link("NVLink 3", 250e9, 3.4e-6), Link("InfiniBand HDR", 25e9, 14e-6)
+    nodes = {"size": 16, "link": inside, "node_size": 8, "link_between": between}
+    by_hand = (14e-6 + 1e6 / 25e9) + 3 * (3.4e-6 + 1e6 / 250e9)
+    for op in ("broadcast", "reduce"):
+        assert collective_time_s(op, 1e6, **nodes) == pytest.approx(by_hand) == pytest.approx(76.2e-6)
+        assert collective_time_s(op, 1e6, **nodes, algorithm="tree") == pytest.approx(4 * (14e-6 + 1e6 / 25e9))
+    sent = [busiest_rank_bytes(op, 1, size=16, algorithm="hierarchical", node_size=8) for op in ("broadcast", "reduce")]
+    assert sent == [1 + 3, 1]  # the root sends in every round; who reduces sends its sum once
+
+
+def test_a_hierarchical_all_to_all_by_hand():
+    """24 ranks in nodes of 8: 7 messages of an eighth inside, then 2 of a third to the other nodes."""
+    nodes = {"size": 24, "link": NVLINK, "node_size": 8, "link_between": INFINIBAND}
+    by_hand = 7 * 3e-6 + 7 / 8 * 1e6 / 250e9 + 2 * 20e-6 + 16 / 24 * 1e6 / 25e9
+    assert collective_time_s("all_to_all", 1e6, algorithm="hierarchical", **nodes) == pytest.approx(by_hand)
+    assert collective_time_s("all_to_all", 1e6, **nodes) == pytest.approx(by_hand)
+    assert collective_time_s("all_to_all", 1e6, algorithm="pairwise", **nodes) > 4 * by_hand
+
+
 def test_across_nodes_flat_algorithms_run_at_the_link_between():
     flat = collective_time_s("all_reduce", 1e9, size=64, link=INFINIBAND, algorithm="ring")
     nodes = {"size": 64, "link": NVLINK, "node_size": 8, "link_between": INFINIBAND}
@@ -198,7 +228,9 @@ def test_what_has_no_cost_is_said(fields, words):
         collective_time_s(**{"op": "all_reduce", "tensor_bytes": 8, "size": 4, "link": LINK, **fields})
 
 
-@pytest.mark.parametrize("tensor_bytes", [-1, float("nan"), float("inf"), "8", None, [1, 2], True, np.array([8.0, -1])])
+@pytest.mark.parametrize("tensor_bytes", [
+    -1, float("nan"), float("inf"), 10**400, "8", None, [1, 2], True, np.array([8.0, -1]),
+])  # fmt: skip
 def test_bytes_that_cannot_be_are_refused(tensor_bytes):
     for call in (lambda: collective_time_s("all_reduce", tensor_bytes, size=4, link=LINK),
                  lambda: collective_table("all_reduce", tensor_bytes, size=4, link=LINK),
@@ -216,6 +248,11 @@ def test_bandwidth_needs_a_time(time_s):
 def test_bytes_of_a_rank_need_an_algorithm():
     with pytest.raises(ConfigError, match=r"algorithm \('None'\) must be 'naive', 'ring'"):
         busiest_rank_bytes("all_reduce", 8, size=4, algorithm=None)
+
+
+def test_a_link_is_read_in_units_that_fit():
+    assert str(Link("wire", 25e9, 3.4e-6)) == "wire 25 GB/s, 3.4 us"
+    assert str(Link("messages", 4.2e6, 1.714e-3)) == "messages 4.2 MB/s, 1.71 ms"
 
 
 @pytest.mark.parametrize("numbers", [
@@ -249,5 +286,6 @@ def test_modelled_bytes_and_bytes_on_the_wire_say_the_same_of_a_ring(op):
 
 
 def test_docstring_examples():
-    result = doctest.testmod(collectives)
-    assert result.attempted > 0 and result.failed == 0
+    for module in (collectives, units):
+        result = doctest.testmod(module)
+        assert result.attempted > 0 and result.failed == 0
