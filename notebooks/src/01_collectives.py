@@ -10,7 +10,6 @@
 # Words are explained in the [glossary](../notebooks/GLOSSARY.md). The first cell imports what the lesson uses:
 
 # %% name="imports" tags=["timing"]
-import statistics
 import time
 from collections import Counter
 
@@ -58,7 +57,7 @@ print(f"to rank 0 and back    {2 * 63 * gradient_bytes / 25e9:.1f} s")
 # Cut the tensor of $S$ bytes into $n$ **chunks**, one for each rank, and put the ranks in a **ring**: rank $r$ sends to
 # $r+1$ and receives from $r-1$. A sum travels along the ring and grows at each rank: after $n-1$ steps every
 # rank holds one finished chunk. Then the finished chunks go round, in $n-1$ steps more (Patarasuk and Yuan 2009). Commit
-# yourself:
+# yourself: choose before you run on (*Run All* leaves questions open). The picture below it counts the bytes.
 
 # %% name="question-1" tags=["exact", "folded"]
 # Question 01.1: run me
@@ -72,9 +71,7 @@ dtlab.predict("01.1", question, choices={
 })
 
 # %% [markdown]
-# Step through the ring: *Next* sends one chunk of $S/n$ bytes from each rank. In the end a rank has sent
-#
-# $$2\,(n-1)\,\frac{S}{n} \quad \text{bytes}$$
+# Chosen? Step through the ring: *Next* sends one chunk of $S/n$ bytes from each rank.
 
 # %% name="stepper" tags=["picture"]
 dtlab.explore.collectives("ring")
@@ -193,7 +190,7 @@ check(ring_all_reduce)
 # %% [markdown]
 # ## Is it right?
 #
-# Every number is right, at lengths below $n$ too. And beside the others? `dtlab.parallel` has the version that
+# Every number is right. And beside the others? `dtlab.parallel` has the version that
 # later lessons use (any shape, any group), torch has its own. Thirds must be rounded, and sums in another order round differently:
 
 # %% name="equal" tags=["exact"]
@@ -262,8 +259,9 @@ ranks.run(careless)
 #
 # ## What does it cost?
 #
-# The recorder counts what each rank hands over. To have 64 ranks too, record *dry*: the same function on tensors without
-# content, one process playing each rank in turn. It plays ranks 0 and 1, which are the busiest of their kind:
+# The recorder counts the bytes that each rank sends. To have 64 ranks too, record *dry*: the same function on tensors without
+# content, one process playing each rank in turn. Ranks 0 and 1 are enough: through rank 0, that one sends most; in the ring
+# all send alike. What did you say?
 
 # %% name="bytes" tags=["exact"]
 def on_16_MiB(algorithm):
@@ -276,15 +274,12 @@ for name, algorithm in (("naive", through_rank_0), ("ring", ring_all_reduce)):
         sent[name, n] = recording.communication().groupby("rank").wire_bytes.sum().max() / MiB
         formula = theory.busiest_rank_bytes("all_reduce", 16, size=n, algorithm=name)
         print(f"{name:5} n = {n:2}: recorded {sent[name, n]:6g} MiB, by formula {formula:6g}")
-
-# %% [markdown]
-# Recorded, and by the formulas $(n-1)\,S$ and $2\,(n-1)/n\,S$; the second is also the published one (nccl-tests).
-# What did you say?
-
-# %% name="answer-1" tags=["exact"]
 dtlab.reveal("01.1", "{:g} and {:g} MiB; {:g} and {:g} MiB".format(*sent.values()))
 
 # %% [markdown]
+# The formulas are $(n-1)\,S$ through rank 0, and in the ring $2\,(n-1)$ chunks, so $2\,(n-1)/n\,S$; nccl-tests publishes
+# the same.
+#
 # ### Part A in three lines
 #
 # - Ring all-reduce is a reduce-scatter and an all-gather, each of $n-1$ steps with chunks of $S/n$.
@@ -316,7 +311,7 @@ print("halves equal to torch's:", set(ranks.run(halves)))
 #
 # A chunk visits every rank of the ring, so the steps grow with $n$. **Halving-doubling** reaches everybody in
 # $\log_2 n$ steps: swap halves with a rank far away, then quarters with a nearer one, and so on. Then all the way
-# back. It takes $n$ a power of two (for others `dtlab.parallel` adds two steps):
+# back. It takes $n$ a power of two; for others this cell checks `dtlab.parallel`'s instead, which adds two steps:
 
 # %% name="halving-doubling" tags=["exact"]
 def halving_doubling(tensor):
@@ -372,7 +367,7 @@ for n in (4, 16, 64, 256, 1024):
 dtlab.reveal("01.2", f"{ring_s[1024] / ring_s[4]:.0f} times")
 
 # %% [markdown]
-# Read the ring's column: the bytes stay, the time does not. And say it plainly: by this formula halving-doubling is
+# Read the ring's column: the bytes stay, the time does not. By this formula halving-doubling is
 # *never* slower than the ring where $n$ is a power of two. Why does anybody use rings?
 #
 # ## Where messages really run
@@ -384,8 +379,8 @@ dtlab.reveal("01.2", f"{ring_s[1024] / ring_s[4]:.0f} times")
 def busiest_cable(messages, n):
     load = Counter()
     for source, to, share in messages:
-        hops = {1: (to - source) % n, -1: (source - to) % n}             # to the right, to the left
-        ways = [way for way in hops if hops[way] == min(hops.values())]  # the shorter, or half on each
+        hops = {1: (to - source) % n, -1: (source - to) % n}  # to the right, to the left
+        ways = [way for way in hops if hops[way] == min(hops.values())]  # the shorter, or both
         for way in ways:
             for hop in range(hops[way]):
                 load[(source + way * hop) % n, way] += share / len(ways)
@@ -418,12 +413,14 @@ for n in (2, 4, 64):
     print(f"1 GB, n = {n:2}: {1e3 * t:5.1f} ms, algbw {alg:4.1f} GB/s, busbw {bus:4.1f} GB/s")
 
 # %% [markdown]
-# The link has 25 GB/s, and that is what the last column comes near to.
+# The last column comes near to the link's 25 GB/s.
 #
 # ## Back to the problem
 #
 # And the seconds of the beginning? 64 devices are 8 nodes of 8, with NVLink (250 GB/s) inside. *Hierarchical* reduce-scatters
-# inside each node, all-reduces an eighth between the nodes on each device's own link, and all-gathers inside (the course's cluster, replayed):
+# inside each node, all-reduces an eighth between the nodes on each device's own link, and all-gathers inside. In a *tree*
+# sums go up to rank 0 pair by pair, and down again; in *recursive doubling* pairs swap, then pairs of pairs: both send
+# whole tensors (the course's cluster, replayed):
 
 # %% name="again" tags=["exact"]
 cluster = Hardware.preset("64xA100-80GB")
@@ -437,7 +434,7 @@ for row in theory.collective_table("all_reduce", gradient_bytes, size=64, **node
 #
 # ## This machine, waited
 #
-# Your ring against the one inside gloo, 16 MiB, in turns, medians. All ranks share this machine's cores and memory:
+# Your ring beside gloo's, 16 MiB, in turns, medians. All ranks share this machine's cores and memory:
 
 # %% name="waited" tags=["timing"]
 def measure(algorithms, repeats=7):
@@ -448,7 +445,7 @@ def measure(algorithms, repeats=7):
             start = time.perf_counter()
             algorithm(tensor)
             times.append(time.perf_counter() - start)
-    return [statistics.median(times) for times in seconds]
+    return [sorted(times)[repeats // 2] for times in seconds]
 
 algorithms = (through_rank_0, ring_all_reduce, torch.distributed.all_reduce)
 waited = [max(times) for times in zip(*ranks.run(measure, algorithms, guard=False))]
@@ -469,7 +466,8 @@ assert waited[1] < 10 * waited[2]
 dtlab.explore.collectives("cost")
 
 # %% [markdown]
-# Your row of the ledger, from a recording on the live ranks:
+# Your row of the ledger, from a recording on the live ranks (*shipped*: a lesson not yet run here). The formula
+# takes chunks to be equal: where $n$ does not divide the tensor, a few bytes differ.
 
 # %% name="ledger" tags=["timing"]
 recording = ranks.record(on_16_MiB, ring_all_reduce)
@@ -488,14 +486,13 @@ dtlab.ledger("01", recording=recording, formula=formula)
 # | `halving_doubling` | - | MPICH (Rabenseifner) | - |
 # | hierarchical | subgroups, by hand | NCCL knows the nodes | ZeRO++ |
 #
-# Left out on purpose: passing on parts of a chunk, several rings at once over several network cards, double
+# Left out on purpose: passing on parts of a chunk, several rings at once, double
 # binary trees (NCCL's other way), sums made in the switch. All-to-all comes in lesson 07.
 #
 # ## Exercises
 #
 # 1. *Predict.* An all-gather ends with 25 MB on each of 1,024 ranks of a ring. How many steps, how many MB sent by each rank?
-# 2. *Change.* Write an all-reduce along a binary tree: pairs of ranks add up, then pairs of pairs, and the sum goes the same way
-#    down. Does it pass `check`? What does rank 0 send of 16 MiB on 64 ranks?
+# 2. *Change.* Write the tree. Does it pass `check`? What does rank 0 send of 16 MiB on 64 ranks?
 # 3. *Break.* Every rank of a ring calls `dist.send`, then `dist.recv`. What does dtlab say?
 #
 # The folded cell computes all three:
@@ -525,7 +522,6 @@ except dtlab.HangError as error:
 # - Bytes a rank sends hardly depend on $n$, steps do: **latency** makes rings slow on many ranks, **halving-doubling** needs fewer steps.
 # - A **handle** must be awaited before its buffer is touched.
 # - **Algorithm bandwidth** is $S/t$, **bus bandwidth** is what a link carries.
-# - Test with numbers that differ on every rank and at every place.
 #
 # References: Patarasuk and Yuan 2009; Thakur, Rabenseifner and Gropp 2005; nccl-tests, doc/PERFORMANCE.md. Next: the
 # technique that calls all-reduce in every step (lesson 02).
