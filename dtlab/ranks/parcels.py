@@ -4,6 +4,7 @@
 Functions, lambdas, closures and classes from cells travel by value (cloudpickle), with the notebook's globals they
 use. Tensors arrive as private copies (changes on one side never show on the other) and without their graph.
 """
+import importlib
 import io
 import os
 import pickle
@@ -51,6 +52,8 @@ class _Pickler(cloudpickle.Pickler):
             self.filenames.add(obj.co_filename)
             make, args = _cloudpickle._code_reduce(obj)
             return _named_code, (obj.co_filename, make, args)
+        if isinstance(obj, types.ModuleType) and type(obj) is not types.ModuleType and obj.__name__ in sys.modules:
+            return importlib.import_module, (obj.__name__,)  # torch's configs: cloudpickle knows plain modules only
         torch = sys.modules.get("torch")
         if torch is not None and type(obj) in (torch.Tensor, torch.nn.Parameter):
             if obj.layout == torch.strided and not obj.is_quantized and obj.device.type != "meta":

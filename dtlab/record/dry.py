@@ -34,6 +34,8 @@ def record_dry(fn, *args, world_size=1024, ranks=(0,), tokens=None, model_flops=
 
     if settings.is_in_rank():
         raise ConfigError("record_dry was called on a rank; call it in the notebook")
+    if world_size < 1:
+        raise ConfigError(f"world_size={world_size}: a world has at least 1 rank")
     ranks = sorted({ranks} if isinstance(ranks, int) else set(ranks))
     wrong = [r for r in ranks if not 0 <= r < world_size]
     if wrong or not ranks:

@@ -85,11 +85,16 @@ def interrupted(timed):
 
     def run(ranks, fault, function, *args, after_s=0.4, times=1, promise_s=PROMISE_S):
         interrupts = [threading.Timer(after_s + 0.2 * i, os.kill, (os.getpid(), signal.SIGINT)) for i in range(times)]
-        for timer in interrupts:
+        end = lambda: [os.kill(pid, signal.SIGKILL) for pid in ranks.pids.values()]
+        deadline = threading.Timer(after_s + promise_s * SLACK, end)  # else an interrupt that is lost hangs for good
+        for timer in [*interrupts, deadline]:
             timer.start()
         started = time.monotonic()
-        with pytest.raises(KeyboardInterrupt) as caught:
-            timed(fault, lambda: ranks.run(function, *args), promise_s + after_s)
+        try:
+            with pytest.raises(KeyboardInterrupt) as caught:
+                timed(fault, lambda: ranks.run(function, *args), promise_s + after_s)
+        finally:
+            deadline.cancel()
         REACTIONS[fault][-1] = time.monotonic() - started - after_s
         ours = signal.signal(signal.SIGINT, lambda *_: None)  # the rest of them meets no cell
         for timer in interrupts:

@@ -154,6 +154,14 @@ def test_modules_import_by_name(ranks, notebook, tmp_path, monkeypatch):
     assert ranks.run(cell.f, 1) == [4] * 3
 
 
+def test_an_attribute_named_like_a_config_of_torch_is_no_trouble(ranks, notebook):
+    import torch._dynamo  # noqa: F401  (it loads torch.distributed.config, which is no plain module)
+
+    code = "import torch, torch.distributed as dist\nclass Model: config = 3\n"
+    cell = notebook(code + "def f(): return dist.get_rank() + Model.config + torch.ones(2).sum().item()")
+    assert ranks.run(cell.f) == [5.0, 6.0, 7.0]
+
+
 def test_a_chosen_rank_runs_alone(ranks):
     assert ranks.run(lambda: rank, ranks=[2]) == [2]  # noqa: F821
     assert ranks.run(lambda: rank, ranks=1) == [1]  # noqa: F821

@@ -66,6 +66,11 @@ def block_of():
     return tensor_parallel_block
 
 
+def test_a_world_without_ranks_is_refused():
+    with pytest.raises(dtlab.ConfigError, match="a world has at least 1 rank"):
+        dtlab.record_dry(lambda: None, world_size=0)
+
+
 def test_a_block_of_gpt3_on_two_of_1024_ranks(capsys):
     hidden, tokens, t = 12288, 2048, 8
     dtlab.record_dry(lambda: None)  # the first one starts a process
