@@ -3,6 +3,7 @@ import torch
 import torch.distributed as dist
 
 from dtlab.errors import ConfigError
+from dtlab.simulate.data_parallel import buckets
 
 
 def place_in(group: dist.ProcessGroup | None) -> tuple[int, int]:
@@ -76,16 +77,13 @@ def split_by_bytes(tensors, bucket_bytes: int) -> list:
         >>> [[len(t) for t in part] for part in split_by_bytes([a, b, c], 28)]
         [[2], [4, 3]]
     """
-    filling, parts = {}, []  # (dtype, device) -> [position of the last tensor, bytes, tensors]
+    kinds, parts = {}, []  # (dtype, device) -> [(position, tensor), ...]; such lists, one a part
     for position, tensor in enumerate(tensors):
-        key = tensor.dtype, tensor.device
-        if key not in filling or filling[key][1] + tensor.nbytes > bucket_bytes:
-            filling[key] = [position, 0, []]
-            parts.append(filling[key])
-        part = filling[key]
-        part[0], part[1] = position, part[1] + tensor.nbytes
-        part[2].append(tensor)
-    return [tensors for _, _, tensors in sorted(parts, key=lambda part: part[0])]
+        kinds.setdefault((tensor.dtype, tensor.device), []).append((position, tensor))
+    for its in kinds.values():
+        ends = buckets([tensor.nbytes for _, tensor in its], bucket_bytes)
+        parts += [its[start:end] for start, end in zip([0, *ends], ends)]
+    return [[tensor for _, tensor in part] for part in sorted(parts, key=lambda part: part[-1][0])]
 
 
 @torch.no_grad()

@@ -1,18 +1,18 @@
 """Stacked columns from zero: what a number is made of, for each choice of a knob; marks say what was measured."""
 from dtlab.plots.svg import COLOURS, document, label, line, tick_step
 
-_WIDTH, _TOP, _HEIGHT, _LEFT, _RIGHT = 650, 30, 150, 66, 10
+_WIDTH, _TOP, _HEIGHT, _LEFT, _RIGHT = 650, 30, 150, 66, 20
 
 
-def columns(names, parts, *, y, marked=None, measured=None, top=None, title, text):
+def columns(names, parts, *, x, y, marked=None, measured=None, top=None, title, text):
     """Draw one column a name, with its parts on each other.
 
     Args:
         names: under each column, at most 11 characters for 9 columns.
         parts: ``{"forward": [number for each name], ...}``, from below; the keys are ``COLOURS``'s.
-        y: quantity and unit.
+        x, y: what the names are, and quantity and unit of the numbers.
         marked: number of the column to mark with a heavy outline and bold words.
-        measured: for each name the measured height of the column, a diamond; None where there is none.
+        measured: for each name the measured height of the column, a diamond with its number; None where there is none.
         top: the axis goes at least so far up, so that pictures compare.
         title: for screen readers.
         text: what the picture says, in words.
@@ -32,24 +32,26 @@ def columns(names, parts, *, y, marked=None, measured=None, top=None, title, tex
                   label(_LEFT - 6, at + 4, f"{number * step:.4g}", anchor="end")]
     drawn.append(f'<text transform="translate(14 {_TOP + _HEIGHT / 2}) rotate(-90)" text-anchor="middle" '
                  f'font-size="13" fill="{COLOURS["outline"]}">{y}</text>')
+    drawn.append(label((_LEFT + _WIDTH - _RIGHT) / 2, _TOP + _HEIGHT + 33, x, anchor="middle", size=13))
     for number, name in enumerate(names):
-        x, base, is_marked = _LEFT + pitch * number, _TOP + _HEIGHT, number == marked
+        left, base, is_marked = _LEFT + pitch * number, _TOP + _HEIGHT, number == marked
         for kind, values in parts.items():
             tall = height(values[number])
             base -= tall
-            drawn.append(f'<rect x="{x + 0.16 * pitch:.1f}" y="{base:.1f}" width="{0.68 * pitch:.1f}" '
+            drawn.append(f'<rect x="{left + 0.16 * pitch:.1f}" y="{base:.1f}" width="{0.68 * pitch:.1f}" '
                          f'height="{tall:.1f}" fill="{COLOURS[kind]}" stroke="{COLOURS["outline"]}" '
                          f'stroke-width="{2.5 if is_marked else 1}"/>')
             if tall > 15:
-                drawn.append(label(round(x + pitch / 2, 1), round(base + tall / 2 + 5, 1), kind[0].upper(),
+                drawn.append(label(round(left + pitch / 2, 1), round(base + tall / 2 + 5, 1), kind[0].upper(),
                                    anchor="middle", size=13, weight="bold"))
         weight = "bold" if is_marked else "normal"
-        middle = round(x + pitch / 2, 1)
+        middle = round(left + pitch / 2, 1)
         drawn += [label(middle, round(base - 5, 1), f"{totals[number]:.3g}", anchor="middle", weight=weight),
                   label(middle, _TOP + _HEIGHT + 16, name, anchor="middle", weight=weight)]
         if measured[number] is not None:
-            drawn.append(_diamond(x + 0.84 * pitch, _TOP + _HEIGHT - height(measured[number])))
-    return document(drawn, width=_WIDTH, height=_TOP + _HEIGHT + 24, title=title, text=text)
+            right, at = left + 0.84 * pitch, _TOP + _HEIGHT - height(measured[number])
+            drawn += [_diamond(right, at), label(round(right + 9, 1), round(at + 4, 1), f"{measured[number]:.3g}")]
+    return document(drawn, width=_WIDTH, height=_TOP + _HEIGHT + 40, title=title, text=text)
 
 
 def _ticks(most):

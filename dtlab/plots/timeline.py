@@ -8,6 +8,7 @@ from dtlab.errors import ConfigError
 from dtlab.plots.svg import COLOURS, document, label, line, tick_step
 from dtlab.simulate.boxes import rows
 from dtlab.simulate.timeline import unit_of
+from dtlab.theory.units import in_units
 
 _WIDTH, _RIGHT = 650, 12
 _COMPUTE, _CHANNEL, _THIN, _GAP, _MOST_ROWS = 30, 18, 8, 8, 4  # heights of rows, space between ranks
@@ -66,7 +67,7 @@ def timeline(source, *, ranks=None, communication=True, until_s=None):
                       for x, end, *joined in _drawn(row, timeline.start_s, scale, apart)]
             y, height = y + height, _THIN
     parts += _axis(left, y, until_s, scale)
-    title = f"Timeline of {len({lane.rank for lane in lanes})} ranks, {_time(timeline.step_time_s)}"
+    title = f"Timeline of {len({lane.rank for lane in lanes})} ranks, {in_units(timeline.step_time_s, 's')}"
     return document([_pattern(hatch), *parts], width=_WIDTH, height=y + 44, title=title, text=repr(timeline))
 
 
@@ -90,8 +91,8 @@ def _rows(lane, boxes):
 
 
 def _drawn(boxes, start_s, scale, apart):
-    """``[(x, end, first, last), ...]``: a column shows the box that fills most of it; runs of one look are joined."""
-    looks, runs = {}, []  # column -> look -> (filled, first, last); [column, end, look, first, last]
+    """``[(x, end, first, last, how many), ...]``, boxes joined: a column shows the one that fills most of it."""
+    looks, runs = {}, []  # column -> look -> (filled, first, last); [column, end, look, first, last], boxes by number
     for number, box in enumerate(boxes):
         left, right = (box.start_s - start_s) * scale / _COLUMN, (box.end_s - start_s) * scale / _COLUMN
         of_its_own = number if box.kind == "communication" and right - left > 4 else -1
@@ -99,12 +100,12 @@ def _drawn(boxes, start_s, scale, apart):
         begin, end = floor(left), max(ceil(right), floor(left) + 1)
         columns = range(begin, end)
         if apart and end - begin > 2:  # nobody else is on the columns in between
-            runs.append([begin + 1, end - 1, key, box, box])
+            runs.append([begin + 1, end - 1, key, number, number])
             columns = begin, end - 1
         for column in columns:
             its = looks.setdefault(column, {})
-            filled, first, _ = its.get(key, (0, box, box))
-            its[key] = filled + min(right, column + 1) - max(left, column), first, box
+            filled, first, _ = its.get(key, (0, number, number))
+            its[key] = filled + min(right, column + 1) - max(left, column), first, number
     for column, its in looks.items():
         key = max(its, key=lambda key: its[key][0]) if len(its) > 1 else next(iter(its))
         runs.append([column, column + 1, key, *its[key][1:]])
@@ -114,20 +115,22 @@ def _drawn(boxes, start_s, scale, apart):
             joined[-1][1], joined[-1][4] = run[1], run[4]
         else:
             joined.append(run)
-    return [(begin * _COLUMN, end * _COLUMN, first, last) for begin, end, _, first, last in joined]
+    return [(begin * _COLUMN, end * _COLUMN, boxes[first], boxes[last],
+             sum(box.label == key[1] for box in boxes[first:last + 1])) for begin, end, key, first, last in joined]
 
 
 def _box(x, y, width, height, boxes, hatch):
     """Boxes joined to one, with its words and, where it is wide enough to be pointed at, its story as a tooltip."""
-    box, last = boxes
+    box, last, count = boxes
     letter, colour, _ = _LOOKS[box.kind]
     shape = f'<rect x="{x:.1f}" y="{y}" width="{width:.1f}" height="{height}" fill="{colour or f"url(#{hatch})"}"'
     if width < 3:
         return shape + "/>"
-    story = escape(f"{box.lane}: {box.label}, {_time(last.end_s - box.start_s)}")
+    name = f"{count} {box.label}s" if box.kind == "communication" and count > 1 else box.label
+    story = escape(f"{box.lane}: {name}, {in_units(last.end_s - box.start_s, 's')}")
     shape += f' stroke="{COLOURS["outline"]}"><title>{story}</title></rect>'
     if box.kind in ("communication", "compute"):
-        texts = [f"{box.label} {box.text}".strip(), box.label, box.text or letter]
+        texts = [f"{name} {box.text}".strip(), name, box.label, box.text or letter]
     else:
         texts = [letter + box.text, box.text or letter]
     sizes = [size for size in (14, 12) if size < height - 2]  # 12 here is 18 px on a projector
@@ -161,11 +164,6 @@ def _legend(kinds, hatch):
                       label(x + 27, y + 14, words, size=13)]
             x += width
     return parts, y + 32
-
-
-def _time(time_s):
-    name, size = unit_of(time_s)
-    return f"{time_s / size:.3g} {name}"
 
 
 def _axis(left, y, total_s, scale):

@@ -3,6 +3,8 @@
 Every rank does the same, so one program stands for all of them.
 """
 import functools
+from bisect import bisect_right
+from itertools import accumulate
 from typing import NamedTuple
 
 import numpy as np
@@ -60,13 +62,18 @@ def buckets(sizes, bucket_bytes):
         >>> buckets([3, 1, 9, 2, 2], 4)
         [2, 3, 5]
     """
-    ends, filled = [], 0
-    for place, size in enumerate(sizes):
-        if filled and filled + size > bucket_bytes:
-            ends.append(place)
-            filled = 0
-        filled += size
-    return [*ends, len(sizes)]
+    filled, ends = [0, *accumulate(sizes)], [0]
+    while ends[-1] < len(sizes):
+        ends.append(max(bisect_right(filled, filled[ends[-1]] + bucket_bytes) - 1, ends[-1] + 1))
+    return ends[1:]
+
+
+def _per_bucket(gradients, *bucket_bytes):
+    """For each ``bucket_bytes`` two arrays: each bucket's bytes, and the seconds of backward for it."""
+    done = np.zeros((2, len(gradients) + 1))
+    np.cumsum(np.array(gradients, dtype=float).T, axis=1, out=done[:, 1:])
+    sizes = [gradient.bytes for gradient in gradients]
+    return [np.diff(done[:, [0, *buckets(sizes, most)]]) for most in bucket_bytes]
 
 
 def bucketed_step(forward_s, gradients, all_reduce_s, *, bucket_bytes, overlap=True):
@@ -79,9 +86,7 @@ def bucketed_step(forward_s, gradients, all_reduce_s, *, bucket_bytes, overlap=T
         bucket_bytes: as in ``buckets``.
         overlap: send a bucket when its last gradient is there; else all of them after backward.
     """
-    ends = buckets([gradient.bytes for gradient in gradients], bucket_bytes)
-    done = np.cumsum([[0.0, 0], *((gradient.seconds, gradient.bytes) for gradient in gradients)], axis=0)[[0, *ends]]
-    seconds, sizes = np.diff(done, axis=0).T
+    ((sizes, seconds),) = _per_bucket(gradients, bucket_bytes)
     transfers = [Transfer(f"all_reduce of bucket {number}", (0,), "all_reduces", 0.0, time_s)
                  for number, time_s in enumerate(all_reduce_s(sizes).tolist())]
     numbers = range(len(transfers))
@@ -93,8 +98,38 @@ def bucketed_step(forward_s, gradients, all_reduce_s, *, bucket_bytes, overlap=T
     return simulate(programs, transfers), programs
 
 
-def data_parallel_run(shape, hardware, *, num_ranks, bucket_bytes, batch_size=1, overlap=True, algorithm="ring"):
-    """``bucketed_step`` of a model: forward and backward at the FLOP/s that the hardware reaches, no optimizer.
+def bucketed_times_s(forward_s, gradients, all_reduce_s, *, bucket_bytes, overlap=True):
+    """Seconds of ``bucketed_step`` for a list of ``bucket_bytes``, worked out without a simulation: ``[float, ...]``.
+
+    The all_reduces follow each other, so a step ends with the longest of: a bucket is complete, then it and all behind
+    it are sent without a gap.
+    """
+    parts = _per_bucket(gradients, *bucket_bytes)
+    cost_s = all_reduce_s(np.concatenate([sizes for sizes, _ in parts]))
+    times, start = [], 0
+    for _, seconds in parts:
+        its, start = cost_s[start : start + len(seconds)], start + len(seconds)
+        complete = seconds.cumsum()
+        sent = (complete if overlap else complete[-1]) + its[::-1].cumsum()[::-1]
+        times.append(forward_s + float(max(complete[-1], sent.max())))
+    return times
+
+
+def _model(shape, hardware, *, num_ranks, batch_size=1, algorithm="ring"):
+    """``forward_s, gradients, all_reduce_s`` of a model: at the FLOP/s that the hardware reaches, no optimizer."""
+    reached = hardware.peak_flops * hardware.gemm_efficiency
+    gradients = gradients_of(shape, batch_size=batch_size, flops_per_s=reached)
+    all_reduce_s = lambda sizes: hardware.collective_s("all_reduce", sizes, range(num_ranks), algorithm)
+    return batch_flops(shape, batch_size=batch_size) / 3 / reached, gradients, all_reduce_s
+
+
+def data_parallel_times_s(shape, hardware, *, bucket_bytes, overlap=True, **choices):
+    """Seconds of ``data_parallel_step`` for a list of ``bucket_bytes``, quickly."""
+    return bucketed_times_s(*_model(shape, hardware, **choices), bucket_bytes=bucket_bytes, overlap=overlap)
+
+
+def data_parallel_step(shape, hardware, *, num_ranks, bucket_bytes, batch_size=1, overlap=True, algorithm="ring"):
+    """The timeline of a model's ``bucketed_step``, one rank drawn for all; with tokens/s and MFU of all of them.
 
     Args:
         shape: ``theory.ModelShape``; whether it fits the devices' memory is not asked.
@@ -102,18 +137,11 @@ def data_parallel_run(shape, hardware, *, num_ranks, bucket_bytes, batch_size=1,
         num_ranks: replicas (count).
         bucket_bytes: as in ``buckets``; gradients are of 16 bits.
         batch_size: sequences on each rank (count).
+        overlap: as in ``bucketed_step``.
         algorithm: of the all_reduces; None: for each the fastest.
     """
-    reached = hardware.peak_flops * hardware.gemm_efficiency
-    gradients = gradients_of(shape, batch_size=batch_size, flops_per_s=reached)
-    all_reduce_s = lambda sizes: hardware.collective_s("all_reduce", sizes, range(num_ranks), algorithm)
-    return bucketed_step(batch_flops(shape, batch_size=batch_size) / 3 / reached, gradients, all_reduce_s,
-                         bucket_bytes=bucket_bytes, overlap=overlap)  # fmt: skip
-
-
-def data_parallel_step(shape, hardware, *, num_ranks, batch_size=1, **choices):
-    """The timeline of ``data_parallel_run``, one rank drawn for all; with tokens/s and MFU of all of them."""
-    run, programs = data_parallel_run(shape, hardware, num_ranks=num_ranks, batch_size=batch_size, **choices)
+    parts = _model(shape, hardware, num_ranks=num_ranks, batch_size=batch_size, algorithm=algorithm)
+    run, programs = bucketed_step(*parts, bucket_bytes=bucket_bytes, overlap=overlap)
     looks = {0: [_FORWARD, *[_BACKWARD] * (len(programs[0]) - len(run.moved) - 1), *[_END] * len(run.moved)]}
     shows = [{0: ("all_reduces", "all_reduce", "")}] * len(run.moved)
     return Timeline(boxes_of_run(run, programs, looks, shows), tokens=num_ranks * batch_size * shape.seq_length,

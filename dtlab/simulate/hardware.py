@@ -135,7 +135,7 @@ class Hardware:
         Example:
             >>> Hardware.preset("64xA100-80GB")
             64xA100-80GB: 64 devices in nodes of 8, each 156 TFLOP/s (peak 312 TFLOP/s), 80 GB at 1.63 TB/s (peak \
-2.04 TB/s); NVLink 3 250 GB/s, 3.4 us; between nodes InfiniBand HDR 25 GB/s, 14 us
+2.04 TB/s); NVLink 3: 250 GB/s, 3.4 us; between nodes InfiniBand HDR: 25 GB/s, 14 us
             >>> Hardware.preset("8xA100", inside="PCIe 4").inside.bandwidth_bytes_per_s
             25200000000.0
         """

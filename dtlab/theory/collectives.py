@@ -46,7 +46,7 @@ class Link:
         return self.latency_s + num_bytes / self.bandwidth_bytes_per_s
 
     def __str__(self):
-        return f"{self.name} {in_units(self.bandwidth_bytes_per_s, 'B/s')}, {in_units(self.latency_s, 's')}"
+        return f"{self.name}: {in_units(self.bandwidth_bytes_per_s, 'B/s')}, {in_units(self.latency_s, 's')}"
 
 
 class Cost(NamedTuple):

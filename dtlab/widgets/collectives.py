@@ -6,12 +6,12 @@ from dtlab.plots.bars import Panel, bars
 from dtlab.plots.messages import messages
 from dtlab.plots.ring import ring, ring_table
 from dtlab.simulate.hardware import LINKS
-from dtlab.simulate.timeline import unit_of
 from dtlab.theory import Link, collective_table
+from dtlab.theory.units import in_units
 from dtlab.widgets.explorer import Control, Explorer, Tabs, toggle
 
-_COURSE_LINK = Link("25 GB/s, 20 us", 25e9, 20e-6, "the course's example")
-_LINKS = {"the course's example": _COURSE_LINK, **LINKS}
+_COURSE_LINK = Link("the course's example", 25e9, 20e-6, "round numbers")
+_LINKS = {_COURSE_LINK.name: _COURSE_LINK, **LINKS}
 _SIZES = tuple(sorted([2**power for power in range(16, 33)] + [25_000_000]))
 _RANKS = tuple(sorted([2**power for power in range(1, 11)] + [3, 6, 12, 24, 48, 96, 192, 384, 768, 1000]))
 _TIMES = [(10**power, {-6: "1 us", -3: "1 ms", 0: "1 s"}.get(power, "")) for power in range(-6, 3)]
@@ -79,7 +79,7 @@ def _cost_tab():
     controls = {
         "ranks": Control("ranks", _RANKS, text=lambda ranks: f"{ranks:,}"),
         "tensor_bytes": Control("tensor S", _SIZES, text=_size),
-        "link": Control("link", tuple(_LINKS), "dropdown", text=_link),
+        "link": Control("link", tuple(_LINKS), "dropdown", text=lambda name: str(_LINKS[name])),
     }
     return Explorer(draw_cost, controls, first={"ranks": 4, "tensor_bytes": 25_000_000}, last={"ranks": 1024},
                     move="Drag ranks from 4 to 1,024 at 25 MB: the ring's bytes stay, its time grows 26 times. "
@@ -99,13 +99,13 @@ def draw_cost(ranks, tensor_bytes, link):
         Panel("busiest rank sends", shares, [f"{share:,.4g} S" for share in shares],
               list(enumerate(["0", "", "2 S", "", "4 S"]))),
         Panel("time (each line is 10 times the last)", [row.time_s for row in table],
-              [_time(row.time_s) for row in table], _TIMES, log=True),
+              [in_units(row.time_s, 's') for row in table], _TIMES, log=True),
     ]
-    told = "; ".join(f"{name} {_size(row.busiest_rank_bytes)}, {row.steps:,}, {_time(row.time_s)}"
+    told = "; ".join(f"{name} {_size(row.busiest_rank_bytes)}, {row.steps:,}, {in_units(row.time_s, 's')}"
                      for name, row in zip(names, table))
     what = f"{_size(tensor_bytes)} on {ranks:,} ranks"
     picture = bars(names, panels, marked=best, foot=f"{what}: {names[best]} is fastest",
-                   title=f"Cost of an all-reduce of {what}, {_link(link)}",
+                   title=f"Cost of an all-reduce of {what}, {_LINKS[link]}",
                    text=f"{what}. Bytes of the busiest rank, steps, time: {told}.")
     numbers = {field: {row.algorithm: getattr(row, field) for row in table}
                for field in ("steps", "busiest_rank_bytes", "time_s")}
@@ -118,16 +118,6 @@ def _size(num_bytes):
         1000, ("B", "kB", "MB", "GB", "TB"))
     power = min(max(0, int(log(num_bytes, base) + 1e-9)), 4)
     return f"{num_bytes / base**power:.4g} {names[power]}"
-
-
-def _time(time_s):
-    unit, size = unit_of(time_s)
-    return f"{time_s / size:,.3g} {unit}" if time_s < 1000 else f"{time_s:,.0f} s"
-
-
-def _link(name):
-    link = _LINKS[name]
-    return f"{name}: {link.bandwidth_bytes_per_s / 1e9:.3g} GB/s, {link.latency_s * 1e6:.3g} us"
 
 
 _TABS = {"messages": _messages_tab, "ring": _ring_tab, "cost": _cost_tab}

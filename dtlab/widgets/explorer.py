@@ -4,15 +4,11 @@ An explorer is a pure function of named values, and controls over them. It opens
 one change that it is there to show. Readers without a kernel see both ends of the move in one static picture.
 """
 from dataclasses import dataclass
-from html import escape
+from typing import NamedTuple
 
-from dtlab import shell
 from dtlab.errors import ConfigError
 from dtlab.plots.twin import twin
-
-_PICTURE = ('<div style="width: 100%; max-width: calc({width}px * var(--dtlab-zoom, 1))">{svg}</div>'
-            '<p aria-live="polite" style="min-height: 6em; line-height: 1.5; white-space: pre-line">{text}</p>')
-_FULL = {"width": "100%", "max_width": "none"}
+from dtlab.widgets.view import View, bundle
 
 
 @dataclass(frozen=True)
@@ -41,6 +37,22 @@ def toggle(label):
     return Control(label, (False, True), "toggle", lambda on: "yes" if on else "no")
 
 
+class Run(NamedTuple):
+    """What the Run button does.
+
+    Attributes:
+        label: its words.
+        measure: function of the controls' values (keywords); ``draw`` gets what it returned last as ``measured``.
+        takes: roughly how long, ``"about 10 s"``.
+        shows: where to look afterwards.
+    """
+
+    label: str
+    measure: object
+    takes: str = "some seconds"
+    shows: str = "the picture"
+
+
 class Explorer:
     """Controls over a pure function, shown as widgets, driven by a test through ``set``.
 
@@ -51,15 +63,15 @@ class Explorer:
         first: name -> value at the first end of the key move; a control not named starts at its first value.
         last: name -> value, what the key move changes.
         move: the key move in one sentence.
-        run: ``(label, measure)`` where something is to be measured: a button calls ``measure`` with the controls'
-            values, and from then on ``draw`` gets what it returned last as ``measured`` (None before).
+        run: a ``Run`` where something is to be measured: a button calls its ``measure``; before that ``draw`` gets
+            None as ``measured``.
 
     Raises:
         ConfigError: a value that is not legal.
     """
 
     def __init__(self, draw, controls, *, first, last, move, run=None):
-        self._draw, self.controls, self.move, self._run = draw, controls, move, run
+        self._draw, self.controls, self.move, self._run = draw, controls, move, run and Run(*run)
         self._now, self._measured, self._view = {}, None, None
         self._first = self._checked(first)
         self._last = self._checked({**self._first, **last})
@@ -68,6 +80,7 @@ class Explorer:
     def set(self, **degrees):
         """Set several controls at once; computes once, and nothing changes if one value is not legal.
 
+        A value is given as ``legal`` has it, or as the screen shows it: ``25_000_000`` or ``"25 MB"``.
         A control that was not named, and whose value is no longer legal, takes its last legal one.
 
         Raises:
@@ -89,6 +102,15 @@ class Explorer:
         """The picture as it stands now."""
         return str(self._picture)
 
+    def is_fresh(self):
+        """Whether it stands at the first end of its key move, and nothing was measured."""
+        return self._now == self._first and self._measured is None
+
+    def now(self):
+        """The picture as it stands now, an ``Svg``, below the values of its controls."""
+        values = (f"{control.label}: {control.text(self._now[name])}" for name, control in self.controls.items())
+        return twin([self._picture], [""], caption=", ".join(values))
+
     def run(self):
         """Measure at the controls' values, as the Run button does, and show it on the picture.
 
@@ -98,7 +120,7 @@ class Explorer:
         if self._run is None:
             raise ConfigError("this explorer has no Run button: it computes all that it shows; move its controls by "
                               f"set({', '.join(f'{name}=...' for name in self.controls)})")
-        self._measured = self._run[1](**self._now)
+        self._measured = self._run.measure(**self._now)
         return self.set()
 
     def twin(self):
@@ -112,11 +134,16 @@ class Explorer:
     def view(self):
         """The widgets, made when first asked for."""
         if self._view is None:
-            self._view = _View(self)
+            self._view = View(self)
         return self._view.root
 
     def legal(self, name):
-        """Values that one control may take now."""
+        """Values that one control may take now.
+
+        Raises:
+            ConfigError: no such control.
+        """
+        self._known(name)
         return self.controls[name].legal(self._now)
 
     def __repr__(self):
@@ -125,22 +152,42 @@ class Explorer:
     def _repr_mimebundle_(self, include=None, exclude=None):
         return bundle(self)
 
+    def _known(self, *names):
+        for name in names:
+            if name not in [*self.controls]:
+                its = ", ".join(f"{name} (on the screen: {control.label})" if control.label != name else name
+                                for name, control in self.controls.items())
+                raise ConfigError(f"this explorer has no control {name!r}; it has {its}")
+
     def _drawn(self, values):
         measured = {"measured": self._measured} if self._run else {}
         return self._draw(**values, **measured)
 
     def _checked(self, degrees):
         """All controls' values with ``degrees`` set."""
-        for name in set(degrees) - set(self.controls):
-            raise ConfigError(f"this explorer has no control {name!r}; it has {', '.join(self.controls)}")
+        self._known(*degrees)
         values = {**self._now, **degrees}
         for name, control in self.controls.items():
             legal = control.legal(values)
             value = values.get(name, legal[0])
-            if value not in legal and name in degrees:
-                raise ConfigError(f"{name}={value!r} is not legal here; legal: {', '.join(map(repr, legal))}")
-            values[name] = legal[legal.index(value)] if value in legal else legal[-1]
+            place = _place(value, legal, control.text)
+            if place is None and name in degrees:
+                raise ConfigError(f"{name}={value!r} is not legal here; legal: {_listed(legal, control.text)}")
+            values[name] = legal[-1 if place is None else place]
         return {name: values[name] for name in self.controls}
+
+
+def _place(value, legal, text):
+    """Where a value, or its text on the screen, stands among the legal ones; None if it does not."""
+    if getattr(value, "shape", ()) != ():  # an array is no value
+        return None
+    return next((place for place, its in enumerate(legal)
+                 if value == its or isinstance(value, str) and value == text(its)), None)
+
+
+def _listed(legal, text):
+    """Values as they are given, with the words on the screen where those differ."""
+    return ", ".join(repr(value) if text(value) == str(value) else f"{value!r} ({text(value)})" for value in legal)
 
 
 class Tabs:
@@ -178,6 +225,14 @@ class Tabs:
         """The picture of the tab as it stands now."""
         return self.explorers[self.tab].svg
 
+    def is_fresh(self):
+        """Whether the first tab is open and every explorer stands where it opened."""
+        return self.tab == next(iter(self.explorers)) and all(its.is_fresh() for its in self.explorers.values())
+
+    def now(self):
+        """The picture of the tab as it stands now."""
+        return self.explorers[self.tab].now()
+
     def twin(self):
         """The twins of all tabs, one above the other."""
         names = ", ".join(self.explorers)
@@ -199,91 +254,3 @@ class Tabs:
 
     def _repr_mimebundle_(self, include=None, exclude=None):
         return bundle(self)
-
-
-def bundle(explorer):
-    """What a notebook shows: the widgets where somebody watches, and always the static twin and its text."""
-    static = explorer.twin()
-    try:
-        shown = explorer.view()._repr_mimebundle_() if shell.in_notebook() else {}
-    except ImportError:  # ipywidgets is not installed
-        shown = {}
-    return {**shown, "image/svg+xml": str(static), "text/plain": static.text}
-
-
-class _View:
-    """The widgets of one explorer, in step with its values both ways."""
-
-    def __init__(self, explorer):
-        import ipywidgets
-
-        self.explorer, self.quiet = explorer, False
-        self.inputs = {name: self._input(ipywidgets, name, control) for name, control in explorer.controls.items()}
-        self.picture = ipywidgets.HTML(layout=_FULL)
-        rows = [ipywidgets.HTML(f'<b style="line-height: 1.5">{escape(explorer.move)}</b>', layout=_FULL)]
-        rows += [self._row(ipywidgets, name, control) for name, control in explorer.controls.items()]
-        if explorer._run:
-            self.button = ipywidgets.Button(description=explorer._run[0], layout={"width": "auto"})
-            self.button.on_click(self._pressed)
-            self.said = ipywidgets.HTML()
-            rows.append(ipywidgets.HBox([self.button, self.said]))
-        self.root = ipywidgets.VBox([*rows, self.picture], layout=_FULL)
-        self.show()
-
-    def show(self):
-        """Bring widgets and picture to the explorer's values, without an echo."""
-        explorer, self.quiet = self.explorer, True
-        try:
-            for name, widget in self.inputs.items():
-                with widget.hold_sync():
-                    options = self._options(name)
-                    if hasattr(widget, "options") and widget.options != options:
-                        widget.options = options
-                    widget.value = explorer._now[name]
-        finally:
-            self.quiet = False
-        width = explorer.svg.split('viewBox="0 0 ', 1)[1].split(" ", 1)[0]
-        svg = explorer.svg.replace("<svg ", '<svg style="width: 100%; height: auto; display: block" ', 1)
-        self.picture.value = _PICTURE.format(width=width, svg=svg, text=escape(repr(explorer)))
-
-    def _options(self, name):
-        return tuple((self.explorer.controls[name].text(value), value) for value in self.explorer.legal(name))
-
-    def _input(self, ipywidgets, name, control):
-        look = {"description": control.label, "style": {"description_width": "initial"},
-                "value": self.explorer._now[name]}
-        if control.kind == "toggle":
-            widget = ipywidgets.Checkbox(indent=False, layout={"width": "max-content"}, **look)
-        else:
-            kind = ipywidgets.Dropdown if control.kind == "dropdown" else ipywidgets.SelectionSlider
-            width = "max-content" if control.kind == "dropdown" else "min(100%, 46em)"
-            widget = kind(options=self._options(name), layout={"width": width}, **look)
-        widget.observe(lambda change: self.quiet or self.explorer.set(**{name: change["new"]}), names="value")
-        return widget
-
-    def _row(self, ipywidgets, name, control):
-        if control.kind != "stepper":
-            return self.inputs[name]
-        buttons = [ipywidgets.Button(description=text, layout={"width": "auto"}) for text in ("Back", "Next")]
-        for button, way in zip(buttons, (-1, 1)):
-            button.on_click(lambda _, way=way: self._step(name, way))
-        return ipywidgets.HBox([*buttons, self.inputs[name]])
-
-    def _step(self, name, way):
-        legal = self.explorer.legal(name)
-        place = legal.index(self.explorer._now[name]) + way
-        if 0 <= place < len(legal):
-            self.explorer.set(**{name: legal[place]})
-
-    def _pressed(self, button):
-        button.disabled, self.said.value = True, "runs ..."
-        try:
-            self.explorer.run()
-            self.said.value = "measured"
-        except Exception as error:  # any: the reader must see it here, not in a log
-            self.said.value = f"<pre>{escape(f'{type(error).__name__}: {error}')}</pre>"
-        except BaseException:
-            self.said.value = "interrupted"
-            raise
-        finally:
-            button.disabled = False

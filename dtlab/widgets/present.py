@@ -9,9 +9,9 @@ _CSS = """
 .jp-Notebook .jp-RenderedHTMLCommon, .jp-Notebook .widget-radio-box label { font-size: 20px; line-height: 1.5; }
 .jp-Notebook .jp-OutputArea pre, .jp-Notebook .jp-RenderedHTMLCommon table, .jp-Notebook .cm-editor { font-size: 18px; }
 .jp-Notebook .jp-RenderedSVG img, .jp-Notebook .jp-RenderedSVG svg, .jp-Notebook .jp-RenderedImage img
-  { width: 100%; min-width: 980px; height: auto; }
+  { width: 100%; height: auto; }
 .jp-Notebook .jp-OutputArea-output { overflow-x: auto; }
-"""  # figures are 650 units wide with labels of at least 12: 18 px from 975 px upward
+"""  # figures are 650 units wide with labels of at least 12: 18 px from 975 px upward, less in a narrower notebook
 
 
 def present(on=True):
@@ -22,4 +22,5 @@ def present(on=True):
     from IPython.display import HTML, display
 
     style = f"<style id='{_ID}'>{_CSS}</style>" if on else ""
-    display(HTML(f"{style}<p>Projector mode is {'on: dtlab.present(False) ends it' if on else 'off'}.</p>"))
+    told = "on: dtlab.present(False) ends it; with the sidebar closed (Ctrl B) figures are larger" if on else "off"
+    display(HTML(f"{style}<p>Projector mode is {told}.</p>"))

@@ -10,7 +10,7 @@ PARTS = {"forward": [1.0, 2.0], "communication": [3.0, 0.0]}
 
 
 def draw(**more):
-    return columns(["a", "b"], PARTS, y="step [s]", title="Steps", text="Steps: a 4 s, b 2 s.", **more)
+    return columns(["a", "b"], PARTS, x="buckets", y="step [s]", title="Steps", text="Steps: a 4 s, b 2 s.", **more)
 
 
 def rectangles(picture, colour):
@@ -29,7 +29,8 @@ def test_parts_are_as_tall_as_their_numbers_and_lie_on_each_other():
 def test_a_mark_stands_at_the_measured_height():
     (top, height), _ = rectangles(draw(measured=[1.0, None]), "#56B4E9")
     (y,) = re.findall(r'<path d="M [\d.]+ ([\d.]+) l 7', str(draw(measured=[1.0, None])))[1:]  # behind the legend's
-    assert abs(float(y) - top) < 0.11 and ">measured<" in str(draw(measured=[1.0, None]))
+    assert abs(float(y) - top) < 0.11 and ">measured<" in str(draw(measured=[1.25, None]))
+    assert ">1.25<" in str(draw(measured=[1.25, None])) and ">buckets<" in str(draw())
     assert "measured" not in str(draw())
 
 

@@ -11,7 +11,15 @@ from dtlab.models import GPT, GPTConfig, cross_entropy
 from dtlab.parallel import DistributedDataParallel
 from dtlab.parallel.shared import split_by_bytes
 from dtlab.simulate import Hardware, replay
-from dtlab.simulate.data_parallel import Gradient, bucketed_step, buckets, data_parallel_step, gradients_of
+from dtlab.simulate.data_parallel import (
+    Gradient,
+    bucketed_step,
+    bucketed_times_s,
+    buckets,
+    data_parallel_step,
+    data_parallel_times_s,
+    gradients_of,
+)
 from dtlab.theory import GPT_7_5B, ModelShape, batch_flops, ring_all_reduce_bytes, transformer_params
 
 SIZES = {"num_layers": 2, "hidden_size": 1024, "num_heads": 8, "seq_length": 512, "vocab_size": 5000}
@@ -43,6 +51,16 @@ def test_buckets_are_those_of_the_module(bucket_bytes):
     parameters = list(reversed(list(GPT(GPTConfig(**SIZES), device="meta").parameters())))
     parts = split_by_bytes(parameters, bucket_bytes)
     assert np.diff(buckets([p.nbytes for p in parameters], bucket_bytes), prepend=0).tolist() == list(map(len, parts))
+    assert [p for part in parts for p in part] == parameters
+
+
+@pytest.mark.parametrize("sizes, ends", [
+    ([3, 1, 9, 2, 2], [2, 3, 5]), ([0, 9, 0, 3], [1, 2, 4]), ([0, 0], [2]), ([4, 4, 0], [1, 3]), ([5], [1]), ([], []),
+])
+def test_buckets_by_hand_also_of_gradients_without_bytes(sizes, ends):
+    assert buckets(sizes, 4) == ends
+    parts = split_by_bytes([torch.zeros(size, dtype=torch.uint8) for size in sizes], 4)
+    assert np.cumsum([len(part) for part in parts]).tolist() == ends
 
 
 def test_what_overlaps_is_hidden_and_the_last_bucket_is_not():
@@ -54,6 +72,28 @@ def test_what_overlaps_is_hidden_and_the_last_bucket_is_not():
 def test_without_overlap_nothing_is_hidden():
     run, _ = bucketed_step(2.0, [Gradient(8, 1.0)] * 3, half_a_second, bucket_bytes=1, overlap=False)
     assert run.end_s[0] == 2 + 3 + 3 * 0.5
+
+
+@pytest.mark.parametrize("overlap", [True, False])
+@pytest.mark.parametrize("network", ["Ethernet 100", "InfiniBand XDR"])
+def test_times_worked_out_are_those_of_the_engine(overlap, network):
+    hardware, sizes = Hardware.preset("64xA100", between=network), [1, 10**7, 25 * 10**7, 10**12]
+    choices = {"num_ranks": 64, "batch_size": 3, "overlap": overlap}
+    times = data_parallel_times_s(GPT_7_5B, hardware, bucket_bytes=sizes, **choices)
+    assert times == pytest.approx([
+        data_parallel_step(GPT_7_5B, hardware, bucket_bytes=size, **choices).step_time_s for size in sizes])
+    assert len(set(times)) > 1
+
+
+def test_times_worked_out_of_uneven_gradients_are_those_of_the_engine():
+    """Queues form and empty again: seconds and bytes in no order."""
+    random = np.random.default_rng(5)
+    bytes_and_seconds = zip(random.integers(0, 99, 60).tolist(), random.exponential(2, 60).tolist())
+    gradients = [Gradient(*pair) for pair in bytes_and_seconds]
+    for cost, overlap in ((0.01, True), (0.04, True), (0.2, True), (0.04, False)):
+        parts, sizes = (1.5, gradients, lambda sizes, cost=cost: 0.1 + cost * sizes), [1, 50, 200, 10**4]
+        assert bucketed_times_s(*parts, bucket_bytes=sizes, overlap=overlap) == pytest.approx(
+            [bucketed_step(*parts, bucket_bytes=size, overlap=overlap)[0].end_s[0] for size in sizes])
 
 
 def test_one_bucket_leaves_nothing_to_overlap():

@@ -144,7 +144,7 @@ def test_a_preset_can_be_changed():
     slow = Hardware.preset("8xA100", inside="PCIe 4", node_size=4)
     assert slow.inside.bandwidth_bytes_per_s == pytest.approx(0.8 * 31.5e9) and slow.node_size == 4
     assert dataclasses.replace(slow, cores=2).cores == 2
-    assert "PCIe 4 25.2 GB/s" in repr(slow) and "InfiniBand HDR" in repr(slow)
+    assert "PCIe 4: 25.2 GB/s" in repr(slow) and "InfiniBand HDR" in repr(slow)
 
 
 def test_numbers_are_read_in_units_that_fit():

@@ -251,8 +251,8 @@ def test_bytes_of_a_rank_need_an_algorithm():
 
 
 def test_a_link_is_read_in_units_that_fit():
-    assert str(Link("wire", 25e9, 3.4e-6)) == "wire 25 GB/s, 3.4 us"
-    assert str(Link("messages", 4.2e6, 1.714e-3)) == "messages 4.2 MB/s, 1.71 ms"
+    assert str(Link("wire", 25e9, 3.4e-6)) == "wire: 25 GB/s, 3.4 us"
+    assert str(Link("messages", 4.2e6, 1.714e-3)) == "messages: 4.2 MB/s, 1.71 ms"
 
 
 @pytest.mark.parametrize("numbers", [

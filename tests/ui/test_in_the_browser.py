@@ -39,7 +39,11 @@ def test_the_picture_is_painted_and_projector_mode_enlarges_it(open_notebook):
     notebook.run(4)
     text = ".jp-OutputArea pre, .jp-RenderedHTMLCommon"
     size = notebook.page.evaluate(f"() => parseFloat(getComputedStyle(document.querySelector('{text}')).fontSize)")
-    assert size >= 18 and image.bounding_box()["width"] > max(before, 975)
+    output = notebook.page.locator(".jp-Cell").nth(3).locator(".jp-OutputArea-output").first
+    assert size >= 18 and output.evaluate("output => output.scrollWidth <= output.clientWidth")  # beside the sidebar
+    assert image.bounding_box()["width"] > before
+    notebook.page.evaluate("() => jupyterapp.commands.execute('application:toggle-left-area')")
+    notebook.page.wait_for_function("image => image.getBoundingClientRect().width > 975", arg=image.element_handle())
     notebook.picture("projector")
 
 

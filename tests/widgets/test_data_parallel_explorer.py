@@ -43,8 +43,15 @@ def test_a_group_inside_one_node_does_not_feel_the_network(explorer):
 
 
 def test_an_illegal_bucket_is_refused_with_the_legal_ones(explorer):
-    with pytest.raises(ConfigError, match="bucket_bytes=5 is not legal here; legal: 1, 25000000"):
+    with pytest.raises(ConfigError, match=r"not legal here; legal: 1 \(one parameter\), 25000000 \(25 MB\), 100"):
         explorer.set(bucket_bytes=5)
+    assert explorer.set(bucket_bytes="25 MB").values["bucket_bytes"] == 25_000_000
+
+
+def test_how_many_all_reduces_there_are_and_are_drawn_as_one_box_is_said(explorer):
+    assert "all_reduces a step: 436" in explorer.svg and ">432 all_reduces<" in explorer.svg  # the last is seen apart
+    one = explorer.set(bucket_bytes="the whole model").svg
+    assert "all_reduces a step: 1;" in one and ">all_reduce<" in one
 
 
 @pytest.mark.ranks

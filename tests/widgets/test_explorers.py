@@ -4,6 +4,7 @@ import subprocess
 import sys
 import time
 
+import numpy as np
 import pytest
 
 import dtlab
@@ -61,6 +62,9 @@ def test_a_value_that_is_no_longer_legal_becomes_the_last_legal_one():
     ({"rank": 2}, "no control 'rank'; it has ranks, on, step"),
     ({"ranks": 5}, "ranks=5 is not legal here; legal: 1, 2, 3, 4"),
     ({"ranks": 2, "step": 2}, "step=2 is not legal here; legal: 0, 1"),
+    ({"on": 2}, r"on=2 is not legal here; legal: False \(no\), True \(yes\)"),
+    ({"ranks": np.array([1, 2])}, r"ranks=array\(\[1, 2\]\) is not legal here"),
+    ({"ranks": np.array([2])}, "is not legal here"), ({"ranks": [2]}, "is not legal here"),
 ])
 def test_what_cannot_be_set_names_what_can_and_changes_nothing(degrees, words):
     explorer = small()
@@ -70,14 +74,33 @@ def test_what_cannot_be_set_names_what_can_and_changes_nothing(degrees, words):
     assert explorer.values == before
 
 
+def test_a_value_may_be_given_as_the_screen_shows_it():
+    values = small().set(on="yes", ranks="2", step=np.int64(1)).values
+    assert values == {"ranks": 2, "on": True, "step": 1, "product": 2}
+    explorer = dtlab.explore.collectives("cost").set(tensor_bytes="64 MiB", ranks="1,024")
+    assert (explorer.values["tensor_bytes"], explorer.values["ranks"]) == (2**26, 1024)
+
+
 def test_headless_shows_both_ends_of_the_move_and_no_widget():
     explorer = small()
-    shown = explorer.set(step=1)._repr_mimebundle_()
+    shown = explorer._repr_mimebundle_()
     assert sorted(shown) == [SVG, TEXT]
     assert shown[TEXT].splitlines() == ["Step to 3.", "step: 0", "4 ranks, step 0, not measured",
                                         "step: 3", "4 ranks, step 3, not measured"]
     assert "step 0" in shown[SVG] and "step 3" in shown[SVG] and "step 1" not in shown[SVG]
-    assert explorer.values["step"] == 1
+    assert explorer.values["step"] == 0
+
+
+def test_what_was_set_away_from_its_first_state_is_shown_as_it_stands():
+    explorer = small().set(step=1, on=True)
+    shown = explorer._repr_mimebundle_()
+    assert shown[TEXT].splitlines() == ["ranks: 4, on: yes, step: 1", "", "4 ranks, step 1, not measured"]
+    assert "step 1" in shown[SVG] and "step 3" not in shown[SVG]
+    assert "Step to 3." in explorer.set(step=0, on=False)._repr_mimebundle_()[TEXT]  # and back again
+    tabs = dtlab.explore.collectives()
+    assert "Step 3 of 6" in tabs._repr_mimebundle_()[TEXT]  # all tabs
+    assert tabs.set("ring", step=2)._repr_mimebundle_()[TEXT].startswith("ranks: 4, step: 2\n\nStep 2 of 6")
+    assert "ring" not in tabs.set("messages", swap=True)._repr_mimebundle_()[TEXT]
 
 
 def test_a_reader_with_a_kernel_gets_widgets_and_the_twin(live):
@@ -179,7 +202,7 @@ def test_an_interrupted_run_is_told_and_can_be_run_again(live):
         explorer._view.button.click()
     assert explorer._view.said.value == "interrupted" and not explorer._view.button.disabled
     explorer._view.button.click()
-    assert explorer._view.said.value == "measured" and "measured here" in explorer._view.picture.value
+    assert explorer._view.said.value == "measured: see the picture" and "measured here" in explorer._view.picture.value
 
 
 def test_without_ipywidgets_a_notebook_shows_the_twin(live, monkeypatch):
@@ -191,7 +214,7 @@ def test_the_run_button_is_disabled_while_it_runs_and_shows_an_error_in_the_widg
     seen = []
 
     def fails(**values):
-        seen.append(explorer._view.button.disabled)
+        seen.append(explorer._view.button.disabled and "some seconds" in explorer._view.said.value)
         raise RuntimeError("rank 1 <died>")
 
     explorer = small(run=("Run it", fails))
@@ -266,6 +289,8 @@ def test_tabs_are_one_explorer(live):
     (lambda: dtlab.explore.collectives("rings"), "no tab 'rings'; it has messages, ring, cost"),
     (lambda: dtlab.explore.collectives(["ring"]), "no tab \\['ring'\\]; it has messages"),
     (lambda: dtlab.explore.collectives().set(["ring"]), "no tab \\['ring'\\]; there are messages"),
+    (lambda: dtlab.explore.collectives("ring").legal("foo"), "no control 'foo'; it has ranks, step"),
+    (lambda: dtlab.explore.collectives("cost").set(tensor=1), r"tensor_bytes \(on the screen: tensor S\), link"),
     (lambda: dtlab.explore.collectives("ring").run(), "no Run button.*set\\(ranks=..., step=...\\)"),
     (lambda: dtlab.explore.collectives().set("rings"), "no tab 'rings'; there are messages, ring, cost"),
     (lambda: dtlab.explore.collectives().set("ring", swap=True), "no control 'swap'; it has ranks, step"),
