@@ -14,7 +14,8 @@ _TEXTS = {  # lesson -> technique, what is cut, when to use
     "01": ("ring all-reduce", "the tensor", "large tensors, links to neighbours"),
     "02": ("data parallel in buckets", "the batch", "the model fits one device; hides what it sends"),
 }
-_MEASURED = ("collectives per step", "bytes per rank (formula)", "bytes per rank (recorded)", "memory per rank")
+_MEASURED = ("collectives per step", "bytes per rank (formula)", "bytes per rank (recorded)",
+             "memory per rank (peak bytes)")
 _session = {}  # lesson -> measured columns of this kernel
 
 
@@ -28,7 +29,8 @@ def ledger(lesson=None, recording=None, formula=None, **measured):
         **measured: further measured cells, spaces written as underscores: ``collectives_per_step="3 all_reduce"``.
 
     Returns:
-        pandas.DataFrame, one row a lesson, indexed by lesson.
+        pandas.DataFrame, one row a lesson, indexed by lesson; bytes as text, "25,165,824". The column ``from`` says
+        where a row's numbers come from: ``this machine``, or ``shipped`` with the course (exact ones only).
 
     Raises:
         ConfigError: no such lesson or column; the message lists those there are.
@@ -69,7 +71,7 @@ def _from_recording(recording):
     return {
         "collectives per step": ", ".join(f"{count} {op}" for op, count in calls.items()),
         "bytes per rank (recorded)": int(busiest.max()),
-        "memory per rank": int(recording.memory()["peak"].max()),
+        "memory per rank (peak bytes)": int(recording.memory()["peak"].max()),
     }
 
 
@@ -87,7 +89,11 @@ def _row(lesson):
     source = "this machine" if measured else "shipped"
     measured = measured or _shipped().get(lesson, {})
     return {"lesson": lesson, "technique": technique, "what is cut": cut,
-            **{name: measured.get(name) for name in _MEASURED}, "when to use": use, "from": source}
+            **{name: _said(measured.get(name)) for name in _MEASURED}, "when to use": use, "from": source}
+
+
+def _said(value):
+    return f"{value:,}" if isinstance(value, (int, float)) else value
 
 
 def _shipped():

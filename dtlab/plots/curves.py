@@ -33,6 +33,8 @@ def curves(series, *, x, y, xs=None):
             axes.plot(positions, values, dash, color=colour, marker=marker, label=name, markersize=5,
                       markevery=max(1, len(values) // 10))
         axes.set(xlabel=x, ylabel=y)
+        if xs is None or all(isinstance(position, int) for position in xs):  # no step 2.5
+            axes.xaxis.get_major_locator().set_params(integer=True)
         if len(series) > 1:
             axes.legend()
         out = io.StringIO()

@@ -39,6 +39,13 @@ def test_curves_are_the_same_in_every_run_and_say_their_numbers():
     assert first.axes.get_xlabel() == "step"
 
 
+@pytest.mark.parametrize("xs, whole", [(None, True), (range(5, 12), True), ([0.0, 1, 2, 3, 4, 5, 6.5], False)])
+def test_ticks_of_whole_steps_are_whole(xs, whole):
+    axes = curves({"loss": [7.0, 6.0, 5.0, 4.0, 3.0, 2.0, 1.0]}, x="step", y="loss", xs=xs).axes
+    axes.set_xlim(0, 4.2)  # where ticks of 0.5 would fit
+    assert all(float(tick).is_integer() for tick in axes.get_xticks()) == whole
+
+
 @pytest.mark.parametrize("picture", [
     ranks_picture({"a": 1}, [{"x": 0}]), curves({"serial": [2.0, 1.0]}, x="step", y="loss [nats]"),
 ], ids=["ranks_picture", "curves"])  # fmt: skip
