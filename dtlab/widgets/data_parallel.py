@@ -72,7 +72,7 @@ def draw_data_parallel(bucket_bytes, overlap, ranks, network, sequences, measure
     titles = [f"One rank, all alike; all_reduces a step: {calls}; hatched: exposed communication", "By bucket size:"]
     if measured:
         pictures.append(measured)
-        titles.append("Timed layers on ranks of this machine:")
+        titles.append("Timed layers on ranks of this machine; columns: predicted")
     return twin(pictures, titles, caption=_said(numbers, ranks)), numbers
 
 

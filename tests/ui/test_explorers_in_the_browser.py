@@ -1,5 +1,6 @@
 """Explorers as a reader meets them: moved by keyboard and by mouse, on the screen and on a projector."""
 import re
+import time
 
 import pytest
 
@@ -14,8 +15,18 @@ CELLS = [
     "dtlab.explore.collectives()",
     "dtlab.explore.data_parallel()",
     "dtlab.present()",
+    """import time
+from dtlab.plots.svg import document, label
+from dtlab.widgets.explorer import Control, Explorer
+drawn = []
+def draw(n):
+    time.sleep(0.3)
+    drawn.append(n)
+    return document([label(0, 12, f"{n}, drawn {len(drawn)} times")], width=300, height=20, title="slow", text=""), {}
+Explorer(draw, {"n": Control("n", tuple(range(31)))}, first={"n": 0}, last={"n": 30}, move="Move to 30.")""",
+    "from dtlab.plots import curves\ncurves({'loss': [3, 2, 1]}, x='step', y='loss')",
 ]
-MESSAGES, RING, COST, TABS, BUCKETS, PRESENT = range(1, 7)
+MESSAGES, RING, COST, TABS, BUCKETS, PRESENT, SLOW, CURVES = range(1, 9)
 FITS = """cell => [...cell.querySelectorAll('.widget-label, .widget-readout, button, label, .widget-dropdown select')]
                   .filter(part => part.offsetParent && part.scrollWidth > part.clientWidth + 1)
                   .map(part => part.textContent)"""
@@ -90,6 +101,22 @@ def test_30_quick_arrow_keys_leave_one_picture_of_the_last_value(notebook):
         notebook.page.keyboard.press("ArrowRight")
     wait_for(notebook, COST, "4 GiB on")
     assert picture(notebook, COST).count() == 1
+
+
+def test_quick_moves_of_a_slow_picture_do_not_queue(notebook):
+    """A picture takes 0.3 s: 30 moves in a second are not 30 pictures, and the last value wins."""
+    notebook.run(SLOW)
+    picture(notebook, SLOW).first.wait_for()
+    before = int(re.search(r"drawn (\d+) times", markup(notebook, SLOW))[1])
+    slider(notebook, SLOW).focus()
+    for _ in range(30):
+        notebook.page.keyboard.press("ArrowRight")
+        notebook.page.wait_for_timeout(30)
+    began = time.perf_counter()
+    wait_for(notebook, SLOW, "30, drawn")
+    drawn = int(re.search(r"drawn (\d+) times", markup(notebook, SLOW))[1]) - before
+    print(f"30 moves: {drawn} pictures, the last {time.perf_counter() - began:.1f} s behind")
+    assert drawn <= 15
 
 
 def test_the_ring_is_stepped_by_button_and_by_arrow_key(notebook):
@@ -176,3 +203,16 @@ def test_nothing_is_cut_and_projector_mode_enlarges_explorers(notebook):
         notebook.run(PRESENT)
         notebook.page.get_by_text("Projector mode is on").wait_for()
     assert min(sizes["explorers"]) >= 12 and min(sizes["explorers-projector"]) >= 18, sizes
+
+
+def test_no_picture_runs_off_the_edge_in_projector_mode_beside_the_sidebar(notebook):
+    for index in (PRESENT, CURVES):
+        notebook.run(index)
+    painted = cell(notebook, CURVES).locator(".jp-RenderedSVG img, .jp-RenderedSVG svg").first
+    painted.wait_for()
+    for sidebar in ("open", "closed"):
+        wide = painted.bounding_box()["width"]
+        assert wide > (650 if sidebar == "open" else 975) and cell(notebook, CURVES).evaluate(INSIDE)
+        notebook.page.evaluate("() => jupyterapp.commands.execute('application:toggle-left-area')")
+        notebook.page.wait_for_function("([image, wide]) => image.getBoundingClientRect().width != wide",
+                                        arg=[painted.element_handle(), wide])
