@@ -16,9 +16,10 @@ from dataclasses import dataclass
 from dtlab.ranks import wire
 
 COLLECTIVE, SEND, RECV, RECV_ANY = range(4)  # kind of a call
+OPEN, CLOSED, DROPPED = range(3)  # its handle: held, awaited (or asked), thrown away before that
 ANY = -1  # the peer of a receive from any source
 
-_STATE = struct.Struct("<QQQ")  # calls published, call it waits in + 1 (0: none), is no other thread at work
+_STATE = struct.Struct("<QQQ")  # calls published, call it waits in + 1 (0: none), has no other thread + 2 * is in torch
 _RECORD = struct.Struct("<QQIiiB3xIIIIII")  # index, channel, seq, peer, tag, kind, texts of: op, ... label
 _RECORD_BYTES = 64  # the record and, in the last four bytes, its checksum
 NUM_RECORDS = 1 << 14
@@ -27,7 +28,8 @@ POISON_BYTES = 1 << 16
 _SHOWN_CHARS = 2000  # of a text that is only shown; the others are kept whole or not at all
 RECENT = 1 << 10  # calls of a channel that can still be looked up by their number
 _VERDICT_AT, _VERDICT_BYTES = 64, 4000  # text of a verdict, in the part of the rank that gave it
-_HEAP_AT = 4096 + NUM_RECORDS * _RECORD_BYTES  # texts, in the part of a rank
+_FATES_AT = 4096 + NUM_RECORDS * _RECORD_BYTES  # a byte for each call: what became of its handle
+_HEAP_AT = _FATES_AT + NUM_RECORDS  # texts, in the part of a rank
 _PART_BYTES = _HEAP_AT + HEAP_BYTES
 
 
@@ -53,8 +55,13 @@ class Call:
 
     def __str__(self):
         """``send(4 float32) to rank 1 at cell [3], line 2``."""
+        return self.op + (f"({self.what})" if self.what else "") + f"{self.ends} at {self.where}"
+
+    @property
+    def ends(self):
+        """`` to rank 1`` or `` from rank 1`` of a message; empty for a collective."""
         ends = {SEND: f" to rank {self.peer}", RECV: f" from rank {self.peer}", RECV_ANY: " from any rank"}
-        return self.op + (f"({self.what})" if self.what else "") + f"{ends.get(self.kind, '')} at {self.where}"
+        return ends.get(self.kind, "")
 
 
 def board_bytes(world_size):
@@ -85,14 +92,25 @@ class Board:
     # state
 
     def state(self, rank):
-        """``(calls published, index of the call it waits in or None, whether it has no other thread)`` of a rank."""
-        head, waiting, alone = _STATE.unpack_from(self.memory, self._base(rank))
-        return head, (waiting - 1 if waiting else None), bool(alone)
+        """Of a rank: ``(calls published, call it waits in or None, has it no other thread, is it in torch)``.
 
-    def set_waiting(self, index, alone=True):
+        In torch: all members have made that call, and torch's own wait for it has begun.
+        """
+        head, waiting, how = _STATE.unpack_from(self.memory, self._base(rank))
+        return head, (waiting - 1 if waiting else None), bool(how & 1), bool(how & 2)
+
+    def set_waiting(self, index, alone=True, in_torch=False):
         """Say that this rank waits in call ``index``; None when it goes on."""
         waiting = 0 if index is None else index + 1
-        struct.pack_into("<QQ", self.memory, self._base(self.rank) + 8, waiting, alone)
+        struct.pack_into("<QQ", self.memory, self._base(self.rank) + 8, waiting, alone + 2 * in_torch)
+
+    def set_fate(self, index, fate):
+        """Say what has become of the handle of this rank's call ``index``."""
+        self.memory[self._base(self.rank) + _FATES_AT + index % NUM_RECORDS] = fate
+
+    def fate(self, rank, index):
+        """What has become of the handle of a call that is not overwritten yet."""
+        return self.memory[self._base(rank) + _FATES_AT + index % NUM_RECORDS]
 
     # poison
 
@@ -133,6 +151,7 @@ class Board:
         texts = [t[:_SHOWN_CHARS] for t in (op, where, what)] + [",".join(map(str, members)), facts, label]
         record = _RECORD.pack(index, channel, seq, peer, tag, kind, *map(self._text, texts))
         place = base + 4096 + (index % NUM_RECORDS) * _RECORD_BYTES
+        self.set_fate(index, OPEN)
         self.memory[place : place + len(record)] = record
         struct.pack_into("<I", self.memory, place + _RECORD_BYTES - 4, zlib.crc32(record))
         struct.pack_into("<Q", self.memory, base, index + 1)
@@ -179,6 +198,12 @@ class Board:
         reader.pump()
         fields = reader.recent.get((channel, kind, seq % RECENT))
         return fields if fields and fields[2] == seq else None
+
+    def partner(self, call):
+        """The send that a receive meets, or the receive that a send meets, if it is published."""
+        kind = {SEND: RECV, RECV: SEND}.get(call.kind)
+        fields = kind is not None and self.matching(call.peer, call.channel, call.seq, kind)
+        return self.call(call.peer, fields[0]) if fields else None
 
     def missing(self, rank, call):
         """Ranks whose matching call is not published yet, for a call of ``rank``."""

@@ -8,6 +8,7 @@ signals interrupt a wait at once, and the board always knows who waits for whom.
 
 Not seen: a wait that C++ makes by itself (DDP's reducer at the end of backward); the call it waits for is published.
 """
+import contextlib
 import datetime
 import functools
 import threading
@@ -21,7 +22,7 @@ from torch.distributed import distributed_c10d
 
 from dtlab.errors import ConfigError
 from dtlab.ranks import guard_buffers
-from dtlab.ranks.board import ANY, COLLECTIVE, RECV_ANY, SEND, Call, rank_list
+from dtlab.ranks.board import ANY, CLOSED, COLLECTIVE, DROPPED, OPEN, RECV_ANY, SEND, Call, rank_list
 from dtlab.ranks.guard import Guard
 from dtlab.ranks.guard_facts import FAMILY, Operands, facts_without_tensors, flat
 from dtlab.ranks.guard_order import here
@@ -48,6 +49,7 @@ class Publisher:
         self._seqs = {}  # (channel, kind) -> next number
         self._groups = {}  # group name -> (global ranks, hash of name and ranks)
         self._works = {}  # id(Work) -> (weak reference to it, index of its call)
+        self._waited = -1  # index of the latest call that was awaited
         self._last = None  # the last Work: pybind keeps one Python object of it, but nobody holds that one yet
         self._by_tensor = {}  # storage address of a functional collective's result -> index of its call
         self.guard = Guard(board, label_of)
@@ -87,10 +89,26 @@ class Publisher:
             self.guard.compare(Call(index, *fields), wanted)
         return index
 
-    def remember(self, work, index):
-        """Tie a handle to its call, until it is waited for."""
-        key, self._last = id(work), work
-        self._works[key] = weakref.ref(work, lambda _: self._works.pop(key, None)), index  # a Work holds its tensors
+    def remember(self, work, index, is_readers=False):
+        """Tie a handle to its call, until it is waited for. ``is_readers``: it goes to the reader's code."""
+        key = id(work)
+        gone = functools.partial(self._gone, key, index, is_readers)
+        self._works[key] = weakref.ref(work, gone), index  # a Work holds its tensors
+        self._last = work
+        self.guard.refuse_dropped()
+
+    def _gone(self, key, index, is_readers, _):
+        """A handle was thrown away. This may happen at any moment, so what follows from it is left for later."""
+        self._works.pop(key, None)
+        if is_readers and current is self and self.board.fate(self.rank, index) == OPEN:
+            self.board.set_fate(index, DROPPED)
+            self.guard.dropped.append((index, self._waited > index))
+
+    def close(self, index):
+        """A call is known to be done."""
+        self._waited = max(self._waited, index)
+        self.board.set_fate(index, CLOSED)
+        self.guard.buffers.close(index)
 
     def gate_work(self, work, timeout=None):
         """Poll until the peers have published what this handle waits for; the index of its call."""
@@ -102,6 +120,7 @@ class Publisher:
 
     def gate(self, index, work=None, timeout=None):
         """Poll until all members of call ``index`` have published it, or the board is poisoned."""
+        self.guard.refuse_dropped()
         call = self.board.call(self.rank, index)
         if call is not None and self._closed(call):
             self._poll(index, call, work if call.kind == COLLECTIVE else None, timeout)
@@ -128,6 +147,17 @@ class Publisher:
                 pause = min(pause * 1.5, 2e-3)
         finally:
             self.board.set_waiting(None)
+
+    @contextlib.contextmanager
+    def in_torch(self, index):
+        """Say that torch waits for call ``index``, which all members have made."""
+        if index is not None:
+            self.board.set_waiting(index, _is_alone(), in_torch=True)
+        try:
+            yield
+        finally:
+            if index is not None:
+                self.board.set_waiting(None)
 
     def stop(self, call=""):
         """End what this rank does, with the board's text; ``call``: what it waits in."""
@@ -203,20 +233,22 @@ def _kernel(op, after):
         peer = ANY if operands.peer is None else members[args[operands.peer]]
         tag = 0 if operands.tag is None else args[operands.tag]
         site, guard, facts = here(), publisher.guard, ""
+        name = site.called if kind != COLLECTIVE and site.called else public
         if guard.on:
-            facts, *tensors = guard.examine(operands, args, members, site)
+            facts, *tensors = guard.examine(operands, name, args, members, site)
         what = "" if operands.shown is None else _describe(flat(args[operands.shown]))
-        index = publisher.publish(public, kind, members, key, peer, tag, what, facts, site)
+        index = publisher.publish(name, kind, members, key, peer, tag, what, facts, site)
         if public == "monitored_barrier":  # it has no handle, and waits with sends and receives of its own
             publisher.gate_barrier(index, args[3])
             return op.redispatch(keyset & after, *args)
         out = op.redispatch(keyset & after, *args)
         work = distributed_c10d.Work.unbox(out if work_at is None else out[work_at])
+        is_readers = work is not None and site.direct and operands.gives_handle(args)
         if work is None:  # NCCL gives no handle for a synchronous call, so nothing else would wait in Python
             publisher.gate(index)
         else:
-            publisher.remember(work, index)
-        if guard.on and work is not None and site.direct and operands.gives_handle(args):
+            publisher.remember(work, index, is_readers)
+        if guard.on and is_readers:
             guard.buffers.open(work, index, *tensors)
         if observer is not None:
             observer.issued(started, index, operands, group, members, peer, tag, args)
@@ -244,7 +276,8 @@ def _wait_kernel(op, after):
             index = publisher._by_tensor.pop(tensor.untyped_storage()._cdata, None)
             if index is not None:
                 publisher.gate(index)
-        out = op.redispatch(keyset & after, tensor)
+        with publisher.in_torch(index) if publisher is not None else contextlib.nullcontext():
+            out = op.redispatch(keyset & after, tensor)
         _has_waited(publisher, index, started)
         return out
 
@@ -263,7 +296,7 @@ def _describe(tensors):
 def _has_waited(publisher, index, started):
     """A wait for a call has ended, which began at ``started``."""
     if index is not None:
-        publisher.guard.buffers.close(index)
+        publisher.close(index)
         if observer is not None:
             observer.waited(index, started)
 
@@ -277,7 +310,8 @@ def gate_wait(work_type):
         started, index, publisher = time.perf_counter(), None, current
         if publisher is not None:
             index = publisher.gate_work(self, (args[0] if args else kwargs.get("timeout")))
-        done = original(self, *args, **kwargs)
+        with publisher.in_torch(index) if publisher is not None else contextlib.nullcontext():
+            done = original(self, *args, **kwargs)
         _has_waited(publisher, index, started)
         return done
 
@@ -291,7 +325,7 @@ def _closing(method):
     def ask(self):
         answer = method(self)
         if answer and current is not None and (entry := current._works.get(id(self))):
-            current.guard.buffers.close(entry[1])
+            current.close(entry[1])
         return answer
 
     return ask

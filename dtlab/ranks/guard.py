@@ -30,8 +30,9 @@ Calls from threads of the reader's are compared too.
 """
 import json
 import linecache
+import time
 
-from dtlab.ranks.board import COLLECTIVE, RECV, SEND, rank_list
+from dtlab.ranks.board import CLOSED, COLLECTIVE, RECV, SEND, rank_list
 from dtlab.ranks.guard_buffers import Buffers
 from dtlab.ranks.guard_facts import call_text, difference
 from dtlab.ranks.guard_order import Order, Pair
@@ -42,6 +43,27 @@ _NUM_FINE = 1 << 16
 _ALIKE = "Every rank of a group makes the same calls in the same order, with fitting arguments."
 _MESSAGE = "A message and its receive buffer need the same number of elements and the same dtype."
 _SAME_CALL = 'If they are meant to meet, make both inside `with dtlab.same_call("a name"):`.'
+_ORDER = {  # what one rank does, unlike all others; what two do; how the sentence ends
+    "swapped": ("makes the same calls in another order than", "make the same calls in different orders", ""),
+    "shifted": ("is out of step with", "are out of step", ": one left out a call"),
+}
+_MOMENT_S = 0.3  # for late ranks to come to the call that does not fit
+
+
+def _one_differs(sides, found, members, does):
+    """``rank 1 does ... ranks 0, 2-3`` if all are known and one differs from all others; else empty."""
+    if len(sides) != 2 or len(found) != len(members) or len(found) < 3 or min(map(len, sides)) > 1:
+        return ""
+    one, others = sorted(sides, key=len)
+    return f"{rank_list(one)} {does} {rank_list(others)}"
+
+
+def _lesson(call):
+    """What it means that nobody waits for a call."""
+    if call.kind == COLLECTIVE:
+        return "Nothing says when its result is there: keep the handle, and call wait() on it."
+    what = "The message may never leave" if call.kind == SEND else "Nothing says when the message is there"
+    return f"{what}: keep the handle, and call wait() on it."
 
 
 class Guard:
@@ -51,6 +73,7 @@ class Guard:
         self.board, self.rank, self.label_of = board, board.rank, label_of
         self.on = False
         self.order, self.buffers = Order(), Buffers(self._touched)
+        self.dropped = []  # (index, has a later call been awaited) of handles that were thrown away since the last look
         self._late = {}  # index -> (call, peers that had not published theirs)
         self._fine = set()  # pairs of calls that were compared and fit
 
@@ -58,7 +81,12 @@ class Guard:
         """At the start of a cell."""
         self.on = on
         if not on:
-            self.buffers.forget()
+            self.forget()
+
+    def forget(self):
+        """Stop watching what is in flight."""
+        self.buffers.forget()
+        self.dropped.clear()
 
     # refusing
 
@@ -67,14 +95,16 @@ class Guard:
         from dtlab.ranks import calls
 
         if calls.current is not None:  # else: a process that a rank has forked
+            if self.board.poisoned:
+                calls.current.stop()  # another rank was first
             self.board.verdict(text, is_hanging)
             raise calls.Stopped(text)
 
-    def examine(self, operands, args, members, site):
+    def examine(self, operands, name, args, members, site):
         """Facts of a call, and the tensors it reads and writes; refuses one that is wrong whatever the peers do."""
         root = None if operands.root is None else members[args[operands.root]]
         read, written = operands.lists(args, root == self.rank)
-        facts = operands.facts(args, read, written, root, len(members))
+        facts = operands.facts(name, args, read, written, root, len(members))
         wrong = operands.local_mistake(args, read, written, len(members), members.index(self.rank))
         if wrong:
             call = f"  rank {self.rank}  {call_text(facts)}  {self._place(*site.where)}"
@@ -91,7 +121,7 @@ class Guard:
             return  # so many calls ago that its text is gone
         state = "may still be on its way" if call.kind == SEND else "may not be filled yet"
         lines = [
-            f"rank {self.rank} {how} a buffer that {state}: nobody has called wait() on this",
+            f"rank {self.rank} {how} a buffer that {state}: nobody has called wait() on:",
             self._line([self.rank], call),
             f"  {how} it at {self._place(*site.where)}",
         ]
@@ -136,17 +166,48 @@ class Guard:
         return True
 
     def _mismatch(self, wrong, peer, mine):
-        both, is_message = rank_list((self.rank, peer)), mine.kind != COLLECTIVE
-        what = "do not agree on a message" if is_message else "do not make the same call"
+        if mine.kind != COLLECTIVE:
+            pair = {self.rank: mine, peer: self.board.partner(mine)}
+            head, found, last = f"{rank_list(pair)} do not agree on a message: {wrong}", pair, _MESSAGE
+        else:
+            found, last = self._everybody(mine), _ALIKE
+            sides = self._sides(mine.members, found)
+            both = [side[0] for side in sides[:2]]
+            wrong = difference(*(found[r].facts for r in both), *map(mine.members.index, both))
+            head = _one_differs(sides, found, mine.members, "makes another call than")
+            head = f"{head or rank_list(both) + ' do not make the same call'}: {wrong}"
         groups = {}
-        for rank in sorted((self.rank, peer) if is_message else mine.members):
-            kind = mine.kind if rank == self.rank else _PARTNER.get(mine.kind, mine.kind)
-            record = self.board.matching(rank, mine.channel, mine.seq, kind)
-            call = record and self.board.call(rank, record[0])
-            if call:
-                groups.setdefault((call.facts, call.where, call.kind), (call, []))[1].append(rank)
+        for rank, call in sorted(found.items()):
+            groups.setdefault((call.facts, call.where, call.kind), (call, []))[1].append(rank)
         lines = [self._line(ranks, call) for call, ranks in groups.values()]
-        self.refuse("\n".join([f"{both} {what}: {wrong}", *lines, _MESSAGE if is_message else _ALIKE]), is_hanging=True)
+        self.refuse("\n".join([head, *lines, last]), is_hanging=True)
+
+    def _everybody(self, mine):
+        """Rank -> its call at this position of a channel. Late ranks get a moment, so that all can be named."""
+        from dtlab.ranks import calls
+
+        deadline = time.monotonic() + _MOMENT_S
+        while True:
+            records = {r: self.board.matching(r, mine.channel, mine.seq, COLLECTIVE) for r in mine.members}
+            if all(records.values()) or time.monotonic() > deadline or self.board.poisoned:
+                break
+            time.sleep(1e-3)
+        if self.board.poisoned and calls.current is not None:
+            calls.current.stop()
+        found = {r: self.board.call(r, record[0]) for r, record in records.items() if record}
+        return {r: call for r, call in found.items() if call is not None and call.facts}
+
+    @staticmethod
+    def _sides(members, found):
+        """Ranks whose calls fit each other, side by side."""
+        sides = []
+        fit = lambda a, b: not difference(found[a].facts, found[b].facts, members.index(a), members.index(b))
+        for rank in sorted(found):
+            if side := next((s for s in sides if fit(s[0], rank)), None):
+                side.append(rank)
+            else:
+                sides.append([rank])
+        return sides
 
     def _compare_labels(self, peer, mine, theirs):
         root = json.loads(mine.facts).get("root")
@@ -156,12 +217,28 @@ class Guard:
         if not verdict or (mine.kind != COLLECTIVE and not self._in_one_go(verdict[1], pair)):
             return
         how, earlier = verdict
-        what = "make the same calls in different orders" if how == "swapped" else "are out of step: one left out a call"
-        lines = [f"{rank_list((self.rank, peer))} {what}. Results since the first of these are wrong:"]
-        for one in (earlier, pair):
-            mine, theirs = (self._line([r], call) for r, call in zip((self.rank, peer), one.calls))
-            lines += [mine, theirs] if self.rank < peer else [theirs, mine]
-        self.refuse("\n".join([*lines, _SAME_CALL]), is_hanging=True)
+        self.refuse(self._order_text(how, peer, earlier, pair), is_hanging=True)
+
+    def _order_text(self, how, peer, earlier, later):
+        """Who makes calls in another order, and the lines of both positions."""
+        members, calls = later.calls[0].members, (earlier.calls, later.calls)
+        found = [{self.rank: mine, peer: theirs} for mine, theirs in calls]
+        one, both, rest = _ORDER[how]
+        head = f"{rank_list((self.rank, peer))} {both}"
+        if later.calls[0].kind == COLLECTIVE:
+            everybody = [self._everybody(mine) for mine, _ in calls]
+            labels = {}
+            for rank in sorted(set(everybody[0]) & set(everybody[1])):
+                labels.setdefault(tuple(calls[rank].label for calls in everybody), []).append(rank)
+            if differs := _one_differs(list(labels.values()), everybody[1], members, one):
+                head, found = differs, everybody
+        lines = [f"{head}{rest}. Results since the first of these are wrong:"]
+        for position in found:
+            groups = {}
+            for rank, call in sorted(position.items()):
+                groups.setdefault((call.facts, call.label, call.kind), (call, []))[1].append(rank)
+            lines += [self._line(ranks, call) for call, ranks in groups.values()]
+        return "\n".join([*lines, _SAME_CALL])
 
     def _in_one_go(self, earlier, later):
         """Whether both ranks made two messages one after the other; an answer between them means buffers take turns."""
@@ -173,22 +250,37 @@ class Guard:
 
     # end of a cell
 
+    def refuse_dropped(self):
+        """Refuse handles that were thrown away without ``wait``."""
+        if not self.dropped or not self.on:
+            return
+        dropped, self.dropped = self.dropped, []
+        dropped = [(self.board.call(self.rank, i), later) for i, later in dropped if i in self.buffers.handles]
+        lost = [call for call, later in dropped if call is not None and not (later and self._has_arrived(call))]
+        for call in (call for call, _ in dropped if call is not None and call not in lost):
+            self.buffers.close(call.index)
+        if lost:
+            ops = " and ".join(sorted({call.op for call in lost}))
+            lines = [f"rank {self.rank}: handle of {ops} never awaited. {_lesson(lost[0])}"]
+            lines += [self._line([self.rank], call) for call in lost]
+            self.refuse("\n".join(lines), is_hanging=True)
+
+    def _has_arrived(self, call):
+        """Whether a message was taken by the peer; a handle may be dropped after an answer."""
+        partner = self.board.partner(call) if call.kind == SEND else None
+        return partner is not None and self.board.fate(call.peer, partner.index) == CLOSED
+
     def finish(self, is_ok):
         """At the end of a cell: refuse handles that were dropped without ``wait``; texts of those still open."""
         from dtlab.ranks import calls
 
         if calls.current is not None:
             calls.current._last = None
-        handles = {self.board.call(self.rank, index): work for index, work in self.buffers.handles.items()}
-        handles.pop(None, None)  # so many calls ago that its text is gone
-        dropped = [call for call, work in handles.items() if work() is None]
-        if not is_ok or dropped:
-            self.buffers.forget()
-        if is_ok and dropped and self.on:
-            lines = [f"rank {self.rank} dropped a handle without wait(), so nothing says that the call was done:"]
-            lines += [self._line([self.rank], call) for call in dropped]
-            self.refuse("\n".join(lines), is_hanging=True)
-        return list(map(str, handles)) if is_ok and self.on else []
+        if not is_ok:
+            self.forget()
+        self.refuse_dropped()
+        handles = [self.board.call(self.rank, index) for index in self.buffers.handles] if self.on else []
+        return [str(call) for call in handles if call is not None]  # None: its text is gone, after many calls
 
     # words
 
@@ -196,11 +288,9 @@ class Guard:
         """``rank 0  all_reduce(2 float32, SUM)  cell [3], line 4:  dist.all_reduce(x)``."""
         if not call.facts:
             return f"  {rank_list(ranks)}  {call}"  # the rank's texts are full
-        name, bracket, rest = call_text(call.facts).partition("(")
-        name += {SEND: f" to rank {call.peer}", RECV: f" from rank {call.peer}"}.get(call.kind, "")
         frames = json.loads(call.label or "[]")
         place = self._place(*frames[0][:2]) if frames and frames[0][0] else call.where
-        return f"  {rank_list(ranks)}  {name}{bracket}{rest}  {place}"
+        return f"  {rank_list(ranks)}  {call_text(call.facts)}{call.ends}  {place}"
 
     def _place(self, filename, line):
         """``cell [3], line 4:  dist.all_reduce(x)``."""

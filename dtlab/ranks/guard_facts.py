@@ -12,6 +12,7 @@ from dtlab.ranks.board import COLLECTIVE, RECV, RECV_ANY, SEND
 
 REDUCE_OPS = ("SUM", "AVG", "PRODUCT", "MIN", "MAX", "BAND", "BOR", "BXOR", "PREMUL_SUM")
 FAMILY = {"all_gather_into_tensor": "all_gather", "all_to_all_single": "all_to_all"}  # gloo runs them alike
+FAMILY |= {"isend": "send", "irecv": "recv"}
 _P2P = {"send": SEND, "recv_": RECV, "recv_any_source_": RECV_ANY}
 _NAMES = {  # c10d operator -> the name in torch.distributed
     "allreduce_": "all_reduce",
@@ -66,13 +67,13 @@ class Operands:
             return bool(_local("async_op"))
         return self.is_async >= len(args) or bool(args[self.is_async])
 
-    def facts(self, args, read, written, root, n):
-        """What the peers' calls are compared with, as JSON."""
+    def facts(self, name, args, read, written, root, n):
+        """What the peers' calls are compared with, as JSON; ``name`` is what the reader called."""
         compared = written if self.name == "scatter_" or not read else read
         ins, outs = self.sizes(args, read, written, n)
         shapes = () if ins else tuple([t.shape for t in compared])
         return _facts(
-            self.public,
+            name,
             None if self.reduce is None else reduce_name(args[self.reduce]),
             root,
             compared[0].dtype if compared else "",

@@ -24,6 +24,7 @@ _C10D = ("/torch/distributed/distributed_c10d.py", "/torch/distributed/c10d_logg
 _C10D += ("/torch/utils/_contextlib.py", "/torch/autograd/function.py")
 _C10D += ("/torch/utils/_device.py", "/torch/overrides.py")  # set_default_device and other modes stand between
 _C10D += ("/torch/utils/_python_dispatch.py", "/torch/utils/flop_counter.py", "/torch/utils/checkpoint.py")
+_MESSAGES = ("send", "recv", "isend", "irecv")
 FILE, LINE, TEXT, IS_NAME, BRANCHES, FUNCTION = range(6)  # parts of a frame in a label
 NUM_FRAMES = 3
 _OUTPUT_FIRST = ("all_gather", "reduce_scatter", "all_to_all")
@@ -71,6 +72,7 @@ class Site:
     where: tuple  # (file, line); of no file where torch calls by itself
     label: str  # JSON of its frames, innermost first; FILE, LINE, ... below are their parts
     direct: bool  # the reader's code called torch.distributed itself, and gets the handle
+    called: str = ""  # the function for messages that it called: isend or send
 
 
 _sites = {}  # places in code -> (Site, frames with loop names, code objects kept alive)
@@ -78,7 +80,7 @@ _sites = {}  # places in code -> (Site, frames with loop names, code objects kep
 
 def here():
     """The Site of the call that is being made."""
-    frames, direct, frame = [], True, sys._getframe()
+    frames, direct, called, frame = [], True, "", sys._getframe()
     while frame is not None and len(frames) < NUM_FRAMES:
         whose = owner(frame.f_code.co_filename)
         if whose in (USERS, LIBRARY):
@@ -86,8 +88,10 @@ def here():
             direct = direct and (len(frames) > 1 or whose == USERS)
         elif whose == TORCH and not frames:
             direct = False
+        elif not frames and frame.f_code.co_name in _MESSAGES:
+            called = frame.f_code.co_name  # the outermost: send makes an isend
         frame = frame.f_back
-    key = tuple([(id(f.f_code), f.f_lasti) for f in frames])
+    key = called, *((id(f.f_code), f.f_lasti) for f in frames)
     if key not in _sites:
         described = [describe(f) for f in frames]
         label, direct = [d[0] for d in described], direct and bool(frames)
@@ -95,11 +99,11 @@ def here():
             level[TEXT], level[IS_NAME] = "", False  # the argument is that of a call into torch
         where = tuple(label[0][:2]) if label else ("torch", 0)
         loops = [(i, d[1]) for i, d in enumerate(described) if d[1] and direct]
-        site = Site(where, json.dumps(label), direct)
+        site = Site(where, json.dumps(label), direct, called)
         _sites[key] = site, loops, label, [f.f_code for f in frames]
     site, loops, label, _ = _sites[key]
     if _same_calls:
-        return Site(site.where, json.dumps([["", 0, short(_same_calls[-1]), True, [], ""]]), site.direct)
+        return Site(site.where, json.dumps([["", 0, short(_same_calls[-1]), True, [], ""]]), site.direct, called)
     return _with_loop_values(site, loops, label, frames) if loops else site
 
 
@@ -111,7 +115,7 @@ def _with_loop_values(site, loops, label, frames):
         texts = [short(variables[n]) for n in names if isinstance(variables.get(n), str)]
         if texts:
             label[i][2] += f" [{', '.join(texts)}]"
-    return Site(site.where, json.dumps(label), site.direct)
+    return Site(site.where, json.dumps(label), site.direct, site.called)
 
 
 def short(text):

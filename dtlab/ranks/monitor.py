@@ -5,12 +5,14 @@ stuck itself. A rank that runs is never stuck, however long it computes. The ver
 see the same calls and the same waits.
 """
 import contextlib
+import os
 import time
 from dataclasses import dataclass, field
+from pathlib import Path
 
 import psutil
 
-from dtlab.ranks.board import COLLECTIVE, RECV_ANY, Call
+from dtlab.ranks.board import COLLECTIVE, DROPPED, RECV, RECV_ANY, Call
 
 QUIET_S = 0.4  # no processor time for so long: the rank sleeps or waits outside Python
 PROGRESS_EVERY_S = 0.25
@@ -61,10 +63,11 @@ class Monitor:
         self._communicates = communicates  # asks a rank whether its main thread is inside torch's communication code
         self._answers = {}  # rank -> (time, answer)
         self._pids = pids
-        self._cpu_s = dict.fromkeys(ranks, 0.0)
+        self._used = {}  # rank -> (processor seconds, bytes written) at the last look
         self._children_s = {}  # rank -> processor seconds of the processes it has started
         self._moved_at = dict.fromkeys(ranks, time.monotonic())  # last time a rank used the processor or issued a call
         self._heads = {}
+        self._since = {}  # (rank, index of the call it waits in) -> when that was first seen
         self._checked_at = 0.0
         self._last = None
 
@@ -72,9 +75,10 @@ class Monitor:
         """The ranks now; ``ended`` and ``failed`` are what the notebook knows of this cell."""
         self.board.pump()
         absent = [r for r in range(self.board.world_size) if r not in self.ranks]
-        waits, running, signature = {}, [], []
+        waits, running, signature, now = {}, [], [], time.monotonic()
         for rank in self.ranks:
-            head, waiting, alone = self.board.state(rank)
+            head, waiting, alone, in_torch = self.board.state(rank)
+            waiting = None if in_torch else waiting  # what all have made can end
             signature.append((head, waiting))
             if rank in ended or rank in failed:
                 continue
@@ -83,7 +87,13 @@ class Monitor:
                 waits[rank] = wait
             else:
                 running.append(rank)
+        keys = ((rank, wait.call.index) for rank, wait in waits.items())
+        self._since = {key: self._since.get(key, now) for key in keys}
         return Look(waits, running, [*ended, *absent], list(failed), (tuple(signature), tuple(ended), tuple(failed)))
+
+    def waited_s(self, rank, wait):
+        """Seconds for which a rank has been seen in a wait."""
+        return time.monotonic() - self._since[rank, wait.call.index]
 
     def _wait(self, rank, index, alone=True):
         call = None if index is None else self.board.call(rank, index)
@@ -117,9 +127,17 @@ class Monitor:
         return [w for w in waits if w and w.missing]
 
     def wait_in_torch(self, rank):
-        """``[wait]`` of a rank that sits in torch though all members have made its last call; else empty."""
+        """``[wait]`` of a rank that sits in torch for a call that all members have made; else empty."""
+        _, waiting, _, in_torch = self.board.state(rank)
+        if in_torch and (wait := self._wait(rank, waiting)):
+            return [wait]
         call = self.board.last_call(rank)
         return [Wait(call, [])] if call and self._sits_in_communication(rank) else []
+
+    def thrown_away(self, stuck):
+        """Rank -> its send for which a stuck rank waits, and whose handle nobody can await any more."""
+        partners = {w.call.peer: self.board.partner(w.call) for w in stuck.values() if w.call.kind == RECV}
+        return {r: call for r, call in partners.items() if call and self.board.fate(r, call.index) == DROPPED}
 
     def verdict(self, ended, failed):
         """Stuck ranks -> their waits, once two looks agree; else empty."""
@@ -130,17 +148,19 @@ class Monitor:
         return stuck if agreed else {}
 
     def watch_progress(self):
-        """Note which ranks use the processor or issue calls."""
+        """Note which ranks use the processor, move bytes or issue calls. Waiting is no work, however it is done."""
         now = time.monotonic()
         if now - self._checked_at < PROGRESS_EVERY_S:
             return
         self._checked_at = now
         for rank in self.ranks:
-            head, cpu_s = self.board.state(rank)[0], self._cpu(rank)
-            works = not self._is_waiting(rank) and (cpu_s > self._cpu_s[rank] + 0.02 or self._children_work(rank))
-            if head != self._heads.get(rank) or works:
+            head, waiting, alone, _ = self.board.state(rank)
+            before, used = self._used.get(rank, (0.0, 0)), self._use(rank)
+            may_compute = waiting is None or not alone
+            works = may_compute and (used[0] > before[0] + 0.02 or self._children_work(rank))
+            if head != self._heads.get(rank) or used[1] > before[1] or works:
                 self._moved_at[rank] = now
-            self._heads[rank], self._cpu_s[rank] = head, cpu_s
+            self._heads[rank], self._used[rank] = head, used
 
     def _children_work(self, rank):
         """Whether processes of a quiet rank (data loaders, a download) have used the processor since the last look."""
@@ -156,12 +176,18 @@ class Monitor:
     def _is_waiting(self, rank):
         return self.board.state(rank)[1] is not None
 
-    def _cpu(self, rank):
+    def _use(self, rank):
+        """``(processor seconds, bytes written)`` of a rank so far.
+
+        Subtle: gloo's event loop is left out, because it runs in circles once the handle of a send was thrown away; the
+        bytes it moves count. macOS tells neither its seconds nor the bytes.
+        """
         try:
-            times = psutil.Process(self._pids[rank]).cpu_times()
-            return times.user + times.system
+            process = psutil.Process(self._pids[rank])
+            seconds = sum(process.cpu_times()[:2]) - _event_loop_s(process.pid)
+            return seconds, process.io_counters().write_chars if hasattr(process, "io_counters") else 0
         except psutil.Error:
-            return self._cpu_s[rank]
+            return self._used.get(rank, (0.0, 0))
 
     def moved(self, rank):
         """Say that a rank makes progress (it is importing, or sent output)."""
@@ -172,6 +198,16 @@ class Monitor:
         pending = [r for r in self.ranks if r not in ended and r not in failed]
         if self.limit_s is None or not pending:
             return False
-        if time.monotonic() - max(self._moved_at[r] for r in self.ranks) < self.limit_s:
+        if time.monotonic() - max(self._moved_at[r] for r in pending) < self.limit_s:
             return False
         return any(self._is_waiting(r) or self.open_calls(r) or self.wait_in_torch(r) for r in pending)
+
+
+def _event_loop_s(pid):
+    """Processor seconds of gloo's event loops in a process; 0 where the system, or an older torch, does not tell."""
+    ticks = 0
+    with contextlib.suppress(OSError):
+        for thread in Path(f"/proc/{pid}/task").iterdir():
+            name, _, fields = (thread / "stat").read_text().partition("(")[2].rpartition(")")
+            ticks += sum(map(int, fields.split()[11:13])) if name == "gloo_tcp_loop" else 0
+    return ticks / os.sysconf("SC_CLK_TCK")

@@ -98,7 +98,7 @@ def _where(stopped, waits):
     return f" ({'; '.join(known)})" if known else ""
 
 
-def hang(stuck, look, last_calls, places, kept, limit_s=None):
+def hang(stuck, look, last_calls, places, kept, limit_s=None, thrown_away=()):
     """The error to raise when ranks waited in vain.
 
     Args:
@@ -108,6 +108,7 @@ def hang(stuck, look, last_calls, places, kept, limit_s=None):
         places: rank -> where its main thread is, for ranks that run.
         kept: sentence on what is left.
         limit_s: the time limit if that ended the wait.
+        thrown_away: rank -> its send whose handle was dropped without ``wait``.
     """
     missing = sorted({m for w in stuck.values() for m in w.missing if m not in stuck})
     over = set(stuck) <= set(look.ended)  # nobody waits: the cell has ended and left calls open
@@ -117,7 +118,9 @@ def hang(stuck, look, last_calls, places, kept, limit_s=None):
         does = "started" if over else "waits in" if len(ranks) == 1 else "wait in"
         whom = f", for {rank_list(wait.missing)}" if wait.missing and not over else ""
         lines.append(f"  {rank_list(ranks)} {does} {wait.call}{whom}")
-    if not any(wait.missing for wait in stuck.values()):
+    for text, ranks in _by_text(thrown_away):
+        lines.append(f"  {rank_list(ranks)} threw away the handle of {text}: without wait() a message may never leave")
+    if not thrown_away and not any(wait.missing for wait in stuck.values()):
         lines.append("All have made these calls. Is their order the same on every rank, and are the sizes equal?")
     for rank in missing:
         doing = "is not part of this cell"
@@ -130,7 +133,7 @@ def hang(stuck, look, last_calls, places, kept, limit_s=None):
         lines.append(f"  rank {rank} {doing}")
     if any(wait.call.op == "new_group" for wait in stuck.values()):
         lines.append("new_group is called by all ranks, in the same order, also by those that are not in the group.")
-    if limit_s is not None:
+    if limit_s is not None and not thrown_away:
         lines.append(f"If it only needed longer: timeout={int(limit_s * 3) or 1} on launch or run, %%ranks --timeout.")
     lines += [kept] if kept else []
     waiting = {r: str(w.call) for r, w in stuck.items()}
@@ -141,6 +144,14 @@ def guarded(verdict, kept):
     """The error to raise when the guard has seen a mistake: its text, and what is left."""
     text, _, rank = verdict
     return GuardError("\n".join([text, *([kept] if kept else [])]), rank=rank, cause="guard")
+
+
+def _by_text(thrown_away):
+    """``(call without its peer, ranks)``."""
+    groups = {}
+    for rank, call in dict(thrown_away).items():
+        groups.setdefault(str(call).replace(call.ends, "", 1), []).append(rank)
+    return groups.items()
 
 
 def _headline(stuck, missing, limit_s, over):

@@ -15,6 +15,7 @@ ASK_EVERY_S = 0.1  # whether a process has ended
 GRACE_S = 0.4  # after the first failure: time for the others to fail by themselves, or to come to the same wait
 SOCKETS_AFTER_S = 0.3  # ladder: a signal at once, then gloo's sockets, then the process
 KILL_AFTER_S = 1.5
+LONG_WAIT_S = 2  # is shown while a cell runs
 KILL_COPY_AFTER_S = 10  # a push or pull is only a copy: it ends by itself
 
 
@@ -30,6 +31,7 @@ class CellRun:
         self._decoders = {r: codecs.getincrementaldecoder("utf-8")("replace") for r in self.ranks}
         self.waits = {}  # rank -> where it was stopped: in a call, or at a line
         self.monitor = Monitor(pool.board, self.ranks, pool.pids, limit_s, lambda rank: pool.where(rank)[2])
+        self.places, self.thrown_away = {}, {}  # rank -> where it runs; its send that nobody can await
         self.hang = None  # (stuck, look, limit_s) when a wait could not end
         self.verdict = None  # (text, is_hanging, rank) of a mistake that the guard has seen
         self.interrupted = False
@@ -204,21 +206,26 @@ class CellRun:
         return False
 
     def _status(self, now):
-        waits = [(rank, wait) for rank, wait in sorted(self._look().waits.items()) if wait.missing]
-        parts = [f"rank {rank} waits in {wait.call.op} for {rank_list(wait.missing)}" for rank, wait in waits]
+        waits = [(r, w, self.monitor.waited_s(r, w)) for r, w in sorted(self._look().waits.items()) if w.missing]
+        parts = [
+            f"rank {rank} waits in {wait.call.op} for {rank_list(wait.missing)}, for {seconds:.0f} s"
+            for rank, wait, seconds in waits
+            if seconds > LONG_WAIT_S  # shorter ones are how ranks work together
+        ]
         return f"running for {now - self._started:.0f} s" + (": " + "; ".join(parts[:4]) if parts else "")
 
     def _find_open_calls(self):
         """A cell that ended well but for a call that some member never made: the next cell would meet it."""
         stuck = {rank: waits[0] for rank in self.ranks if (waits := self.monitor.open_calls(rank))}
         if stuck and self.hang is None:
-            self.hang, self.places = (stuck, self.monitor.look(self.ranks, []), None), {}
+            self.hang = stuck, self.monitor.look(self.ranks, []), None
 
     # stop
 
     def _begin_hang(self, stuck, look, limit_s):
         self.hang = stuck, look, limit_s
         self.places = {r: self.pool.where(r)[0] for r in look.running}
+        self.thrown_away = self.monitor.thrown_away(stuck)
         self._begin_stop("stopped: the wait could not end")
 
     def _begin_stop(self, text):
@@ -261,7 +268,7 @@ class CellRun:
             return report.guarded(self.verdict, kept)
         if self.hang and not self.failures:
             stuck, look, limit_s = self.hang
-            return report.hang(stuck, look, self._last_calls(look), self.places, kept, limit_s)
+            return report.hang(stuck, look, self._last_calls(look), self.places, kept, limit_s, self.thrown_away)
         root = self._root()
         victims = [r for r, failure in self.failures.items() if r != root and failure["lost_peer"]]
         failures = {r: failure for r, failure in self.failures.items() if r not in victims}
