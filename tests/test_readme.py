@@ -29,7 +29,7 @@ def test_the_readmes_cells_answer_what_it_says(monkeypatch):
     monkeypatch.setenv("PYTHONPATH", os.pathsep.join(filter(None, [str(ROOT), os.environ.get("PYTHONPATH")])))
     notebook = nbformat.v4.new_notebook(cells=[nbformat.v4.new_code_cell(source) for source in cells()])
     NotebookClient(notebook, timeout=120, kernel_name="python3").execute()
-    assert len(notebook.cells) == 3
+    assert len(notebook.cells) == 4
     for cell in notebook.cells:
         text = "".join(out.get("text", "") or out.get("data", {}).get("text/plain", "") for out in cell.outputs)
         assert said(cell.source) in text, text

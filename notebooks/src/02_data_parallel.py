@@ -7,8 +7,7 @@
 # |---|---|---|---|---|
 # | data parallelism by hand; then with buckets that leave during backward | [00](../notebooks/00_ranks.ipynb); Part B also 01 | 4 ranks on CPU | A 35 min, B 30 min | Linux; Windows through WSL2; macOS and Colab: not tried |
 #
-# Words are explained in the [glossary](../notebooks/GLOSSARY.md). Part A is complete without Part B. The first cell imports
-# what the lesson uses:
+# Words are explained in the [glossary](../notebooks/GLOSSARY.md). The first cell imports what the lesson uses:
 
 # %% name="imports" tags=["timing"]
 import contextlib
@@ -51,8 +50,8 @@ for devices in (1, 64):
 
 # %% [markdown]
 # Sixty-four devices, each with its share of every batch, are 64 times as fast, if talking costs nothing. What remains is
-# the memory: 16 bytes a parameter on every device, and no A100 has that much. That is for lessons 03 and 04; here the
-# model fits.
+# the memory: 16 bytes a parameter on every device, and no A100 has that much (lessons 03, 04). Here the model
+# fits.
 #
 # ## The idea
 #
@@ -62,7 +61,7 @@ for devices in (1, 64):
 # $$g = \frac{1}{n} \sum_{r=0}^{n-1} g_r ,$$
 #
 # so replicas that start equal stay equal. That $g$ is the gradient of the whole batch only if the losses are weighted
-# rightly. Commit yourself:
+# rightly. Commit yourself: choose before you run on (*Run All* leaves questions open).
 
 # %% name="question-1" tags=["exact", "folded"]
 # Question 02.1: run me
@@ -79,15 +78,19 @@ dtlab.predict("02.1", question, choices={
 # ### The loop you know
 #
 # The model is a small GPT, the data a synthetic language. Rows have different lengths, as sentences do: a target of -100
-# marks what does not count. The loop is one process's; three of its steps are arguments:
+# marks what does not count. One process takes all rows as they are, and its own mean:
 
 # %% name="loop"
 config = GPTConfig(vocab_size=32, seq_length=32, hidden_size=32, num_layers=1, num_heads=4)
 data, BATCH_SIZE = SyntheticLanguage(vocab_size=32).sample(65536, seed=0), 64
 sgd = lambda parameters: torch.optim.SGD(parameters, lr=0.1, momentum=0.9)
 flat = lambda tensors: torch.cat([tensor.detach().flatten() for tensor in tensors])
-own_mean = lambda loss_sum, num_tokens: loss_sum / num_tokens
-as_is = lambda thing: thing
+
+def as_is(thing):
+    return thing
+
+def own_mean(loss_sum, num_tokens):
+    return loss_sum / num_tokens
 
 def global_batch(step):
     inputs, targets = batches(data, config.seq_length, BATCH_SIZE, seed=0, step=step)
@@ -95,7 +98,8 @@ def global_batch(step):
     return inputs, targets.masked_fill(torch.arange(config.seq_length) >= lengths[:, None], -100)
 
 # %% [markdown]
-# `train` returns the loss of every step, every gradient, and the parameters at the end:
+# The loop is one process's; `shard`, `mean` and `finish` are what ranks will do otherwise. It returns the loss and the
+# gradients of every step, and the parameters at the end:
 
 # %% name="train" tags=["exact"]
 def train(model, steps=5, shard=as_is, mean=own_mean, finish=as_is, make_optimizer=sgd):
@@ -172,12 +176,13 @@ dtlab.reveal("02.1", ranks.run(weighted)[0])
 # %% [markdown]
 # ## Run it on ranks
 #
-# Four pieces around a loop that did not change. The seeds differ on purpose:
+# Four pieces around the same loop. The seeds differ on purpose:
 
 # %% name="on-ranks"
-def on_ranks(prepare=equal_start, dtype=torch.float64, **pieces):
+def on_ranks(prepare=equal_start, dtype=torch.float64, shard=my_rows, mean=global_mean,
+             finish=average, **others):
     model = prepare(GPT(config, seed=rank, dtype=dtype))
-    return train(model, **{"shard": my_rows, "mean": global_mean, "finish": average, **pieces})
+    return train(model, shard=shard, mean=mean, finish=finish, **others)
 
 # %% [markdown]
 # ## Is it right?
@@ -202,9 +207,10 @@ for lib in (torch.nn.parallel, parallel):
 #
 # In float32 this check fails: sums in another order differ in their last bits. Is it only that? Three looks tell:
 #
-# 1. *Repeat in float64.* Rounding shrinks by some eight digits, a bug stays.
+# 1. *Repeat in float64.* Rounding is near $10^{-7}$, and eight digits smaller in float64. A bug stays; and what was far above
+#    $10^{-7}$ is one even if float64 hides it.
 # 2. *The ratio* of wrong to right. $n$: summed, not averaged. $1/n$: averaged twice. $m$: not divided by the number of
-#    micro-batches.
+#    *micro-batches*, the parts in which a rank may take its batch (Part B).
 # 3. *The first rank and index that differ.* One rank alone, or one parameter alone, says where to look.
 
 # %% name="diagnose"
@@ -238,7 +244,7 @@ programs = {"right": {}, "sum for mean": {"finish": add_up}, "mean of means": {"
 for name, pieces in programs.items():
     in_32, in_64, ratio, first = diagnose(**pieces)
     print(f"{name:14} float32 {in_32:.1e}, float64 {in_64:.1e}, ratio {ratio:.2f}, {first}")
-    assert in_64 < 1e-12 if name == "right" else in_64 > 0.5 * in_32
+    assert in_32 < 1e-5 and in_64 < 1e-12 if name == "right" else in_64 > 0.5 * in_32
 
 # %% [markdown]
 # Only the first line shrinks. The ratio names the sum, the place the one that clips. The other two have a ratio near 1
@@ -247,12 +253,11 @@ for name, pieces in programs.items():
 # ### Break it
 #
 # Leave out the broadcast. Replicas start differently and step with the average of their gradients. Say it before you run
-# it: will the loss fall?
+# it: will the loss (in nats: natural logarithms) fall?
 
 # %% name="no-broadcast" tags=["picture"]
 right = train(GPT(config, seed=0, dtype=torch.float64), steps=20)[0]
-results = ranks.run(on_ranks, as_is, steps=20, guard=False)  # comparing calls costs time
-wrong, _, replicas = map(torch.stack, zip(*results))
+wrong, _, replicas = map(torch.stack, zip(*ranks.run(on_ranks, as_is, steps=20, guard=False)))
 losses = {"one process": right.tolist(), "no broadcast": wrong.mean(0).tolist()}
 plots.curves(losses, x="step", y="loss [nats per token]")
 
@@ -284,9 +289,9 @@ print(f"{len(set(map(replica_hash, replicas)))} different replicas, "
 
 # %% name="question-2" tags=["exact", "folded"]
 # Question 02.2: run me
-question = "A GPT of 1.5 billion parameters, one ring of 64 A100s. Which buckets give the shortest step?"
+question = "A GPT of 1.6 billion parameters, one ring of 64 A100s. Which buckets give the shortest step?"
 dtlab.predict("02.2", question, choices={
-    "one per parameter": "It starts first, but hundreds of calls pay the latency of 126 messages each.",
+    "one per parameter": "It starts first, but over a hundred calls pay the latency of 126 messages each.",
     "25 MB": "About torch's default. Round a ring of 64, its calls still pay more latency than backward can hide.",
     "100 MB": "Few calls, and what is left to send when backward has ended is short.",
     "the whole model": "One call, but it starts when backward has ended: nothing is hidden.",
@@ -325,7 +330,8 @@ def bucketed(model, bucket_bytes=25 * 2**20):
     return model
 
 # %% [markdown]
-# `finish` sends what is left, waits, and puts the averages back. The proof is the old one:
+# `finish` sends what is left, waits, and puts the averages back. The proof is the old one, with buckets of 20 KiB: a
+# last one stays unfilled, so the proof sees whether you send it.
 
 # %% name="finish" tags=["exact"]
 def finish(model):
@@ -338,18 +344,18 @@ def finish(model):
             parameter.grad = part.view_as(parameter)
     model.sent.clear()
 
-results = ranks.run(on_ranks, lambda model: bucketed(equal_start(model), 2**14), finish=finish)
+results = ranks.run(on_ranks, lambda model: bucketed(equal_start(model), 20_480), finish=finish)
 print("losses, gradients, parameters equal to one process:", equal(results))
 
 # %% [markdown]
 # ### Overlap
 #
 # Does it hide anything? Here four ranks share your cores, so computing would slow the sending. `TimedLayer` sleeps instead:
-# six layers, each with 20 ms of backward and 4 MiB of gradient. *Waited*, the slowest rank's best of three:
+# six layers, each with 40 ms of backward and 2 MiB of gradient. *Waited*, the slowest rank's best of five, in turns:
 
 # %% name="overlap" tags=["timing"]
 def timed_step(bucket_bytes):
-    layers = [TimedLayer(0, backward_s=0.02, num_params=2**20) for _ in range(6)]
+    layers = [TimedLayer(0, backward_s=0.04, num_params=2**19) for _ in range(6)]
     model = bucketed(torch.nn.Sequential(*layers), bucket_bytes)
     dist.barrier()
     start = time.perf_counter()
@@ -357,14 +363,15 @@ def timed_step(bucket_bytes):
     finish(model)
     return time.perf_counter() - start
 
-for name, size in {"one bucket, after backward": 2**30, "one a layer, during it": 2**22}.items():
-    best = min(max(ranks.run(timed_step, size, guard=False)) for _ in range(3))
-    print(f"{name:26}: {1e3 * best:.0f} ms")
-    assert best > 0.12  # six layers that sleep
+t = [max(ranks.run(timed_step, size, guard=False)) for _ in range(5) for size in (2**30, 2**21)]
+after, during = min(t[::2]), min(t[1::2])
+print(f"1 bucket, after backward: {1e3 * after:.0f} ms; 6, during it: {1e3 * during:.0f} ms")
+assert 0.24 < during < 1.25 * after  # six layers that sleep
 
 # %% [markdown]
-# The layers sleep 120 ms in all. What is more is communication that shows (and copying): it is *exposed*. With a bucket a
-# layer, five of six can travel under the backward of earlier layers; nothing is left to hide the last.
+# The layers sleep 240 ms in all. What is more is communication that shows (and copying): it is *exposed*. With a bucket a
+# layer, five of six can travel under the backward of earlier layers; nothing is left to hide the last. (The six not faster? Then
+# something else had the cores that messages need: run the cell again.)
 #
 # ### Postpone
 #
@@ -398,17 +405,17 @@ print(f"bytes each rank sends: by formula {formula:,.0f}, recorded {sent:,.0f}")
 
 # %% [markdown]
 # *Replayed*: time, where it matters. The same `bucketed` is recorded dry, without memory and arithmetic, as rank 0 of 64,
-# with a GPT of 1.5 billion parameters and 2 sequences of 2,048 tokens a rank. Does the recording count the right work? A
+# with a GPT of 1.6 billion parameters and 2 sequences of 2,048 tokens a rank. Does the recording count the right work? A
 # model of $N$ parameters needs $6NT$ FLOPs for $T$ tokens, forward and backward, and some more for attention:
 
 # %% name="dry" tags=["exact"]
-sizes = dict(num_layers=24, hidden_size=2176, num_heads=17, seq_length=2048, vocab_size=32000)
+sizes = dict(num_layers=12, hidden_size=3072, num_heads=24, seq_length=2048, vocab_size=32000)
 shape, tokens = theory.ModelShape(**sizes, tie_embeddings=False), 2 * 2048
 
 def big_step(bucket_bytes):
     model = GPT(GPTConfig(**sizes, tie_embeddings=False), dtype=torch.bfloat16, device="meta")
     empty = {name: torch.empty_like(p, device=device) for name, p in model.named_parameters()}
-    model.load_state_dict(empty, assign=True)  # first values do not matter
+    model.load_state_dict(empty, assign=True)  # to set first values is no part of a step
     bucketed(model, bucket_bytes)
     batch = torch.zeros(2, 2048, dtype=torch.long)
     cross_entropy(model(batch), batch, reduction="mean").backward()
@@ -438,7 +445,8 @@ dtlab.reveal("02.2", f"{best}, {timelines[best].step_time_s:.2f} s", best)
 # %% [markdown]
 # A curve like a U: small buckets pay latency, one bucket hides nothing. (The optimizer's time is left out.) Here is the best of
 # them on rank 0. How to read a timeline: time runs to the right; the first row is what the rank computes, forward (F) and
-# backward (B), the row below its calls (C). Where communication has no computing above it, it costs time:
+# backward (B), hatched where it is idle; the row below its calls (C) in the group of ranks 0 to 63 (`default_pg` to torch).
+# Where communication has no computing above it, it costs time:
 
 # %% name="replayed" tags=["picture"]
 plots.timeline(timelines[best])
@@ -449,13 +457,14 @@ plots.timeline(timelines[best])
 # ## Turn the knobs
 #
 # The 7.5B model, as if it fitted. Drag the bucket from one parameter to the whole model: the exposed green shrinks, then comes
-# back. Then give each rank more sequences, or the network another speed:
+# back. Why are 25 MB good here, and not above? With twice the tokens a rank, backward takes longer than all the sending, and
+# hides each call's latency too. Give a rank 1 sequence, and the link is the slower one; then another network:
 
 # %% name="explorer" tags=["picture"]
 dtlab.explore.data_parallel()
 
 # %% [markdown]
-# This lesson's row of the ledger:
+# This lesson's row of the ledger (*shipped*: a lesson not yet run here):
 
 # %% name="ledger" tags=["timing"]
 dtlab.ledger("02", recording=recording, formula=round(formula))
@@ -473,7 +482,7 @@ dtlab.ledger("02", recording=recording, formula=round(formula))
 #
 # Left out on purpose: buffers and frozen parameters at the start; a rank without any token; a parameter without gradient on
 # one rank, which shifts `bucketed`'s buckets there (torch: `find_unused_parameters`). Beyond that: batch statistics stay
-# local unless `SyncBatchNorm` joins them; ranks with fewer batches need `join`; torch's `DistributedSampler` pads, so that
+# local unless `SyncBatchNorm` joins them; torch's `DistributedSampler` pads, so that
 # 10 samples evaluated on 4 ranks count as 12.
 #
 # ## Exercises
@@ -493,7 +502,7 @@ for name, make in {"SGD": sgd, "AdamW": lambda parameters: torch.optim.AdamW(par
     right = train(GPT(config, seed=0, dtype=torch.float64), make_optimizer=make)[2]
     summed = ranks.run(on_ranks, finish=add_up, make_optimizer=make)[0][2]
     print(f"1. {name}: off by {(summed - right).norm() / right.norm():.3%}")
-print("2. exposed [s]:", {name: round(replay(its, hardware).exposed_communication_s, 2) for name, its in dry.items()})
+print("2. exposed [ms]:", {k: round(1e3 * replay(r, hardware).exposed_communication_s, 1) for k, r in dry.items()})
 
 def uneven(joined):
     model = parallel.DistributedDataParallel(GPT(config))
@@ -510,7 +519,7 @@ print("   with join, batches done:", ranks.run(uneven, True))
 # <details><summary>In words</summary>
 #
 # AdamW divides a gradient by its own size, so the factor cancels, and no curve would show the mistake. With the fastest
-# algorithm all is hidden, whatever the bucket, except with the whole model in one.
+# algorithm all but some 2 ms is hidden, whatever the bucket, except with the whole model in one.
 #
 # </details>
 #
@@ -518,7 +527,7 @@ print("   with join, batches done:", ranks.run(uneven, True))
 #
 # - **Data parallel**: equal replicas by **broadcast**, one average gradient; every token counts once.
 # - **Rounding or bug**: repeat in float64; then the ratio; then the first rank and index. A **replica hash** tells whether
-#   replicas are still equal, a loss curve does not.
+#   replicas are equal.
 # - A **bucket** leaves during backward, started by a **hook**; what is not hidden is **exposed communication**.
 # - Too small buckets pay latency, too large ones hide nothing. **no_sync** sends once a step.
 # - **MFU**: FLOPs the model needs over what the devices could do; the model needs about $6NT$.
