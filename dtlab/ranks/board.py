@@ -112,6 +112,13 @@ class Board:
         """What has become of the handle of a call that is not overwritten yet."""
         return self.memory[self._base(rank) + _FATES_AT + index % NUM_RECORDS]
 
+    def dropped(self, rank):
+        """Calls of a rank whose handle was thrown away, oldest first."""
+        head, first = self.state(rank)[0], self._base(rank) + _FATES_AT
+        fates = self.memory[first : first + NUM_RECORDS]
+        indices = (i for i in range(max(0, head - NUM_RECORDS), head) if fates[i % NUM_RECORDS] == DROPPED)
+        return [call for i in indices if (call := self.call(rank, i))]
+
     # poison
 
     @property
@@ -204,6 +211,11 @@ class Board:
         kind = {SEND: RECV, RECV: SEND}.get(call.kind)
         fields = kind is not None and self.matching(call.peer, call.channel, call.seq, kind)
         return self.call(call.peer, fields[0]) if fields else None
+
+    def is_taken(self, call):
+        """Whether a message that a rank has sent is with its peer."""
+        partner = self.partner(call) if call.kind == SEND else None
+        return partner is not None and self.fate(call.peer, partner.index) == CLOSED
 
     def missing(self, rank, call):
         """Ranks whose matching call is not published yet, for a call of ``rank``."""

@@ -32,7 +32,7 @@ import json
 import linecache
 import time
 
-from dtlab.ranks.board import CLOSED, COLLECTIVE, RECV, SEND, rank_list
+from dtlab.ranks.board import COLLECTIVE, RECV, SEND, rank_list
 from dtlab.ranks.guard_buffers import Buffers
 from dtlab.ranks.guard_facts import call_text, difference
 from dtlab.ranks.guard_order import Order, Pair
@@ -251,12 +251,12 @@ class Guard:
     # end of a cell
 
     def refuse_dropped(self):
-        """Refuse handles that were thrown away without ``wait``."""
+        """Refuse handles that were thrown away without ``wait``; that of a send may be dropped after an answer."""
         if not self.dropped or not self.on:
             return
         dropped, self.dropped = self.dropped, []
         dropped = [(self.board.call(self.rank, i), later) for i, later in dropped if i in self.buffers.handles]
-        lost = [call for call, later in dropped if call is not None and not (later and self._has_arrived(call))]
+        lost = [call for call, later in dropped if call is not None and not (later and self.board.is_taken(call))]
         for call in (call for call, _ in dropped if call is not None and call not in lost):
             self.buffers.close(call.index)
         if lost:
@@ -264,11 +264,6 @@ class Guard:
             lines = [f"rank {self.rank}: handle of {ops} never awaited. {_lesson(lost[0])}"]
             lines += [self._line([self.rank], call) for call in lost]
             self.refuse("\n".join(lines), is_hanging=True)
-
-    def _has_arrived(self, call):
-        """Whether a message was taken by the peer; a handle may be dropped after an answer."""
-        partner = self.board.partner(call) if call.kind == SEND else None
-        return partner is not None and self.board.fate(call.peer, partner.index) == CLOSED
 
     def finish(self, is_ok):
         """At the end of a cell: refuse handles that were dropped without ``wait``; texts of those still open."""

@@ -12,7 +12,7 @@ from pathlib import Path
 
 import psutil
 
-from dtlab.ranks.board import COLLECTIVE, DROPPED, RECV, RECV_ANY, Call
+from dtlab.ranks.board import COLLECTIVE, RECV_ANY, SEND, Call
 
 QUIET_S = 0.4  # no processor time for so long: the rank sleeps or waits outside Python
 PROGRESS_EVERY_S = 0.25
@@ -135,9 +135,16 @@ class Monitor:
         return [Wait(call, [])] if call and self._sits_in_communication(rank) else []
 
     def thrown_away(self, stuck):
-        """Rank -> its send for which a stuck rank waits, and whose handle nobody can await any more."""
-        partners = {w.call.peer: self.board.partner(w.call) for w in stuck.values() if w.call.kind == RECV}
-        return {r: call for r, call in partners.items() if call and self.board.fate(r, call.index) == DROPPED}
+        """Rank -> its send to or from a stuck rank that was not taken, and whose handle nobody can await any more.
+
+        Subtle: gloo then stops the pair, in both directions.
+        """
+        found = {}
+        for rank in self.ranks:
+            for call in self.board.dropped(rank):
+                if call.kind == SEND and {rank, call.peer} & set(stuck) and not self.board.is_taken(call):
+                    found.setdefault(rank, call)
+        return found
 
     def verdict(self, ended, failed):
         """Stuck ranks -> their waits, once two looks agree; else empty."""

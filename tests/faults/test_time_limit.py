@@ -48,6 +48,70 @@ def test_the_limit_ends_calls_that_all_have_made_in_another_order(fails):
     assert "Is their order the same on every rank" in str(error)
 
 
+def lost_message():
+    """``(function)``: rank 0 throws the handle of a send away before rank 1 receives; gloo's thread runs in circles."""
+
+    def and_ends():
+        if rank == 0:
+            dist.isend(torch.ones(3), 1)
+        dist.all_reduce(torch.ones(1))
+        if rank == 1:
+            dist.recv(torch.zeros(3), 0)
+
+    def and_sleeps():
+        import time
+
+        if rank == 0:
+            dist.isend(torch.ones(3), 1)
+        dist.all_reduce(torch.ones(1))
+        if rank == 1:
+            dist.irecv(torch.zeros(3), 0).wait()
+        time.sleep(60)
+
+    def and_goes_on():
+        if rank == 0:
+            dist.isend(torch.ones(3), 1)
+        dist.all_reduce(torch.ones(1))
+        if rank == 1:
+            work = dist.irecv(torch.zeros(3), 0)
+            dist.send(torch.ones(1), 0)  # what is lost stops the pair, in both directions
+            work.wait()
+        elif rank == 0:
+            dist.recv(torch.zeros(1), 1)
+
+    return [and_ends, and_sleeps, and_goes_on]
+
+
+@pytest.mark.parametrize("size", [2, 3, 4])
+@pytest.mark.parametrize("function", lost_message(), ids=lambda f: f.__name__)
+def test_a_message_that_is_lost_is_reported_with_its_handle(fails, function, size):
+    asked = {"timeout": 1, "guard": False}  # the guard would see it at once
+    error = fails(live(size), "time limit of 1 s, lost message", function, **asked, promise_s=2, error=HangError)
+    text = str(error)
+    assert re.search(r"no rank made progress for 1 s while ranks? [01-]+ waited in ", text)
+    assert re.search(r"rank 0 threw away the handle of isend\(3 float32\) at test_time_limit.py, line \d+: ", text)
+    assert "timeout=" not in text
+
+
+def test_a_lost_message_is_reported_where_threads_have_no_names(fails, monkeypatch):
+    from dtlab.ranks import monitor
+
+    monkeypatch.setattr(monitor, "_event_loop_s", lambda pid: 0.0)
+    asked = {"timeout": 1, "guard": False}
+    fails(live(2), "time limit of 1 s, lost message", lost_message()[0], **asked, promise_s=2, error=HangError)
+
+
+def test_a_transfer_that_takes_longer_than_the_limit_is_progress():
+    def large():
+        x = torch.full((3 * 10**7,), rank + 1.0)
+        for _ in range(3):
+            dist.all_reduce(x)
+        dist.broadcast(x, 0)
+        return x[-1].item()
+
+    assert live(2).run(large, timeout=0.3) == [12.0, 12.0]
+
+
 def test_a_rank_that_sleeps_and_then_joins_is_waited_for():
     def sleeps_first():
         import time

@@ -412,6 +412,40 @@ def send_dropped():
         dist.recv(torch.ones(2), 0)
 
 
+def sends_of_a_ring_dropped():
+    n, mine, number = dist.get_world_size(), dist.get_rank(), torch.zeros(1)
+    dist.isend(torch.tensor([mine * 1.0]), (mine + 1) % n)  # <-
+    dist.irecv(number, (mine - 1) % n).wait()
+
+
+def first_of_two_handles_overwritten():
+    if dist.get_rank() == 0:
+        work = dist.isend(torch.ones(2), 1)  # <-
+        work = dist.isend(torch.ones(2), 1)
+        work.wait()
+    elif dist.get_rank() == 1:
+        dist.recv(torch.ones(2), 0)
+        dist.recv(torch.ones(2), 0)
+
+
+def receive_dropped():
+    n, mine = dist.get_world_size(), dist.get_rank()
+    work = dist.isend(torch.ones(2), (mine + 1) % n)
+    dist.irecv(torch.zeros(2), (mine - 1) % n)  # <-
+    work.wait()
+
+
+def result_read_though_the_handle_is_dropped():
+    x = torch.ones(2)
+    dist.all_reduce(x, async_op=True)  # <-
+    return x.tolist()  # <-
+
+
+def handle_dropped_before_another_call():
+    dist.all_reduce(torch.ones(2), async_op=True)  # <-
+    dist.barrier()
+
+
 # groups
 
 
@@ -504,6 +538,54 @@ def test_both_calls_stand_side_by_side(ranks):
     assert "the shapes differ" in text
     assert re.search(r"rank 0  all_reduce\(2 float32, SUM\)  test_caught.py, line \d+:  dist.all_reduce", text)
     assert re.search(r"ranks? [-, \d]+  all_reduce\(3 float32, SUM\)", text)
+
+
+def test_a_dropped_handle_is_told_as_what_it_is(ranks):
+    def sends_later():
+        time.sleep(0.2 * dist.get_rank())
+        sends_of_a_ring_dropped()
+
+    for case in (sends_of_a_ring_dropped, sends_later):
+        text = message_of(ranks, case)
+        assert re.match(r"rank \d: handle of isend never awaited\. The message may never leave: keep the handle", text)
+        assert re.search(r"\n  rank \d  isend\(1 float32\) to rank \d  test_caught.py, line \d+:  dist.isend\(", text)
+    text = message_of(ranks, handle_dropped_before_another_call)
+    assert "handle of all_reduce never awaited. Nothing says when its result is there" in text
+
+
+def test_a_message_is_shown_as_it_was_written(ranks):
+    text = message_of(ranks, send_buffer_written)
+    assert re.search(r"wait\(\) on:\n  rank 0  isend\(4 float32\) to rank 1  test_caught", text)
+    text = message_of(ranks, large_receive_buffer)
+    assert "send(3 float32) to rank 1" in text and "recv(4 float32) from rank 0" in text
+    text = message_of(ranks, large_receive_buffer_in_a_batch)
+    assert "isend(3 float32) to rank 0" in text and "irecv(4 float32) from rank" in text
+
+
+def test_the_one_rank_that_differs_is_named(ranks):
+    def other_size():
+        time.sleep(0.02 * (dist.get_rank() == 2))
+        dist.all_reduce(torch.ones(2 + (dist.get_rank() == 1)))
+
+    def other_order():
+        loss, correct = torch.ones(1), torch.ones(1)
+        if dist.get_rank() == 1:
+            dist.all_reduce(loss)
+            dist.all_reduce(correct)
+        else:
+            dist.all_reduce(correct)
+            dist.all_reduce(loss)
+
+    others = {3: "ranks 0, 2", 4: "ranks 0, 2-3"}.get(ranks.size)
+    for _ in range(3):
+        sizes, order = message_of(ranks, other_size), message_of(ranks, other_order)
+        if ranks.size == 2:
+            assert sizes.startswith("ranks 0-1 do not make the same call: the shapes differ\n")
+            assert order.startswith("ranks 0-1 make the same calls in different orders. Results since")
+        else:
+            assert sizes.startswith(f"rank 1 makes another call than {others}: the shapes differ\n")
+            assert order.startswith(f"rank 1 makes the same calls in another order than {others}. Results since")
+            assert f"\n  {others}  all_reduce(2 float32, SUM)" in sizes
 
 
 # calls that torch itself makes

@@ -649,6 +649,26 @@ def barriers_and_coalesced():
         dist.all_reduce_coalesced([torch.ones(2), torch.ones(3, 3)])
 
 
+def handles_dropped_after_an_answer():
+    for _ in range(4):
+        if dist.get_rank() == 0:
+            work = dist.isend(torch.ones(2), 1)  # noqa: F841  (the next pass drops it)
+            dist.recv(torch.zeros(2), 1)
+        elif dist.get_rank() == 1:
+            dist.recv(torch.zeros(2), 0)
+            dist.send(torch.ones(2), 0)
+
+
+def handles_in_a_list_that_is_awaited_late():
+    n, mine = dist.get_world_size(), dist.get_rank()
+    works = [dist.isend(torch.ones(2), (mine + 1) % n) for _ in range(3)]
+    works += [dist.irecv(torch.zeros(2), (mine - 1) % n) for _ in range(3)]
+    dist.barrier()
+    works.append(dist.all_reduce(torch.ones(3), async_op=True))
+    while works:
+        works.pop().wait()
+
+
 def many_small_tensors():
     import torch.distributed._functional_collectives as functional
 

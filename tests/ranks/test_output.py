@@ -86,3 +86,17 @@ def test_nothing_is_printed_by_torch_itself(ranks, capfd):
     ranks.run(lambda: dist.barrier())  # noqa: F821
     ranks.run(lambda: torch.nn.parallel.DistributedDataParallel(torch.nn.Linear(1, 1)) and None)  # noqa: F821
     assert capfd.readouterr() == ("", "")
+
+
+def test_only_a_long_wait_is_shown_while_a_cell_runs(ranks, monkeypatch):
+    from dtlab.ranks import relay
+
+    seen = set()
+    monkeypatch.setattr(relay.Relay, "tick", lambda self: seen.add(self.status))
+    take_turns = "import time\nfor _ in range(15):\n    time.sleep(0.2 * (rank == 1))\n    dist.barrier()"
+    ranks.run_cell(take_turns, "cell [1]")
+    assert seen >= {"running for 2 s"} and not any("waits" in text for text in seen), seen
+    seen.clear()
+    ranks.run_cell("import time\ntime.sleep(4.6 * (rank == 1))\ndist.barrier()", "cell [1]")
+    wanted = "rank 0 waits in barrier for rank 1, for 2 s; rank 2 waits in barrier for rank 1, for 2 s"
+    assert any(text.endswith(wanted) for text in seen), seen
