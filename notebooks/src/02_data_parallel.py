@@ -331,7 +331,7 @@ def bucketed(model, bucket_bytes=25 * 2**20):
 
 # %% [markdown]
 # `finish` sends what is left, waits, and puts the averages back. The proof is the old one, with buckets of 20 KiB: a
-# last one stays unfilled, so the proof sees whether you send it.
+# last one stays unfilled, so it fails if you forget that one.
 
 # %% name="finish" tags=["exact"]
 def finish(model):
