@@ -95,14 +95,16 @@ class Publisher:
         gone = functools.partial(self._gone, key, index, is_readers)
         self._works[key] = weakref.ref(work, gone), index  # a Work holds its tensors
         self._last = work
-        self.guard.refuse_dropped()
+        if self.guard.on:
+            self.guard.refuse_dropped()
 
     def _gone(self, key, index, is_readers, _):
         """A handle was thrown away. This may happen at any moment, so what follows from it is left for later."""
         self._works.pop(key, None)
         if is_readers and current is self and self.board.fate(self.rank, index) == OPEN:
             self.board.set_fate(index, DROPPED)
-            self.guard.dropped.append((index, self._waited > index))
+            if self.guard.on:
+                self.guard.dropped.append((index, self._waited > index))
 
     def close(self, index):
         """A call is known to be done."""
