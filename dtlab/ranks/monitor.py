@@ -154,13 +154,16 @@ class Monitor:
         self._last = look.signature, sorted(stuck)
         return stuck if agreed else {}
 
-    def watch_progress(self):
-        """Note which ranks use the processor, move bytes or issue calls. Waiting is no work, however it is done."""
+    def watch_progress(self, pending):
+        """Note which of the ranks that have not ended use the processor, move bytes or issue calls.
+
+        Waiting is no work, however it is done.
+        """
         now = time.monotonic()
         if now - self._checked_at < PROGRESS_EVERY_S:
             return
         self._checked_at = now
-        for rank in self.ranks:
+        for rank in pending:
             head, waiting, alone, _ = self.board.state(rank)
             before, used = self._used.get(rank, (0.0, 0)), self._use(rank)
             may_compute = waiting is None or not alone
@@ -205,7 +208,7 @@ class Monitor:
         pending = [r for r in self.ranks if r not in ended and r not in failed]
         if self.limit_s is None or not pending:
             return False
-        if time.monotonic() - max(self._moved_at[r] for r in pending) < self.limit_s:
+        if time.monotonic() - max(self._moved_at[r] for r in self.ranks) < self.limit_s:
             return False
         return any(self._is_waiting(r) or self.open_calls(r) or self.wait_in_torch(r) for r in pending)
 

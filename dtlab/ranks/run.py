@@ -109,6 +109,7 @@ class CellRun:
         return not channel.closed
 
     def _take_result(self, rank, message, fds):
+        self.monitor.moved(rank)  # to end is progress too: others may be about to follow
         _, _, status, value, names = message
         if names is not None:
             self.pool.names[rank] = names
@@ -171,7 +172,7 @@ class CellRun:
         self.verdict = None if self.failures else self.pool.board.given_verdict()
         if self.verdict:
             return self._begin_stop(self.verdict[0])
-        self.monitor.watch_progress()
+        self.monitor.watch_progress(self.pending)
         ended, failed = list(self.values), [*self.failures, *self.dead]
         stuck = self.monitor.verdict(ended, failed) if now - self._started > TICK_S else {}
         self._stuck_at = (self._stuck_at or now) if stuck else None
