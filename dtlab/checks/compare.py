@@ -1,4 +1,7 @@
-"""What tells two values apart, in the words of a learner: shape, type, the first index that differs, the ratio."""
+"""What tells two values apart, in the words of a learner: shape, type, the first index that differs, the ratio.
+
+Where the right tensor has NaN, any value is right.
+"""
 import torch
 
 from dtlab.theory import base_op
@@ -33,6 +36,7 @@ def _tensors(theirs, right, rtol, atol):
     if theirs.shape != right.shape or theirs.dtype != right.dtype:
         return (f"shape {tuple(theirs.shape)}, {theirs.dtype} should be {tuple(right.shape)}, {right.dtype}")
     close = torch.isclose(theirs, right, rtol=rtol, atol=atol)
+    close |= right.isnan()
     if close.all():
         return None
     index = (~close).nonzero()[0].tolist()
@@ -47,6 +51,7 @@ def ratio(theirs, right):
     """By how much all values are too large, if it is one number (other than 1); else None."""
     if not isinstance(theirs, torch.Tensor) or theirs.shape != right.shape or not right.is_floating_point():
         return None
+    theirs, right = theirs[~right.isnan()], right[~right.isnan()]
     there = right.abs() > 1e-9
     if not there.any() or not torch.isfinite(theirs).all():
         return None
