@@ -10,7 +10,7 @@ from dtlab.checks import compare
 from dtlab.checks.evidence import Answer, Case, Evidence, gather
 from dtlab.errors import ConfigError
 
-LABS = ("lab01", "lab02")
+LABS = {"lab01": "dtlab.checks.lab01", "lab02": "dtlab.checks.lab02"}  # lab -> module with its EXERCISES
 
 
 @dataclass(frozen=True)
@@ -40,12 +40,13 @@ class Exercise:
         program: runs on every rank, ``program(case, **{name: function})``; what it returns is compared.
         spec: function of a case to what the program must return, by rank.
         budget: functions of ``(case, recording)`` to None, or what was spent beside what may be.
-        forbidden: collectives (plain names) that the recording may not show.
+        forbidden: collectives (plain names) that the recording may not show; ``"dtlab.parallel"`` forbids to borrow.
         mistakes: ``Mistake``s, the most special first.
         hint: hint 1, told when no known mistake fits.
         replicated: all ranks must return the same to the last bit.
         draw: function of ``(case, expected, Evidence)`` to the picture, target beside yours.
         references: name -> the function that stands in for a name of an earlier exercise which this one uses.
+        minutes: how long it takes.
     """
 
     key: str
@@ -61,6 +62,7 @@ class Exercise:
     replicated: bool = False
     draw: Callable | None = None
     references: dict = field(default_factory=dict)
+    minutes: int = 0
 
 
 @dataclass(frozen=True)
@@ -84,7 +86,7 @@ def exercises(lab):
     """
     if lab not in LABS:
         raise ConfigError(f"there is no lab {lab!r}; there are {', '.join(LABS)}")
-    return {exercise.key: exercise for exercise in importlib.import_module(f"dtlab.checks.{lab}").EXERCISES}
+    return {exercise.key: exercise for exercise in importlib.import_module(LABS[lab]).EXERCISES}
 
 
 def find(key):
