@@ -1,0 +1,373 @@
+"""Lab 02, data parallel: its five exercises, what they may spend, and the mistakes that they know by name."""
+import contextlib
+import re
+
+import torch
+import torch.distributed as dist
+
+from dtlab.checks import lab02_pictures as pictures
+from dtlab.checks.compare import difference, ratio
+from dtlab.checks.evidence import Case
+from dtlab.checks.exercise import Exercise, Mistake
+from dtlab.checks.lab02_programs import (
+    CHOICES,
+    CLOCKS,
+    LETTERS,
+    SIGNS,
+    Net,
+    by_hand,
+    draw_batch,
+    flat,
+    gradients,
+    is_right,  # fmt: skip
+    trained,
+)
+from dtlab.checks.lab02_tokens import START, WEIGH, failed, moved, times, when
+from dtlab.theory import base_op
+
+RATE, BRANCH = 0.05, ("branch.weight", "branch.bias")
+
+
+def _case(rng, size, name, bucket_bytes, *, steps=2, micro_batches=1, branch=lambda step, rank, number: True,
+          backward_s=0.0):
+    """A case of training steps; ``branch`` says which batches take the model's branch."""
+    batches = [[[(draw_batch(rng, 3, 5), branch(step, rank, number)) for number in range(micro_batches)]
+                for rank in range(size)] for step in range(steps)]
+    everywhere = all(taken for step in batches for its in step for _, taken in its)
+    return Case(size, name, {"seed": rng.randrange(10**6), "bucket_bytes": bucket_bytes, "batches": batches,
+                             "micro_batches": micro_batches, "backward_s": backward_s, "everywhere": everywhere})
+
+
+def bucket_cases(rng):
+    missing = rng.randrange(3)
+    return [
+        _case(rng, 2, "buckets of at most 100 bytes", 100),
+        _case(rng, 1, "a bucket for each parameter", 1),
+        _case(rng, 4, "drawn buckets", rng.choice([64, 96, 130, 170])),
+        _case(rng, 3, "no gradient for branch on one rank", 100, branch=lambda s, r, _: r != (missing + s) % 3),
+        _case(rng, 2, "no gradient for branch on any rank", 100, branch=lambda *_: False),
+        _case(rng, 4, "one bucket, another rank without branch each step", 10**6, branch=lambda s, r, _: r != 3 - s),
+    ]
+
+
+def overlap_cases(rng):
+    other = rng.randrange(4)
+    return [
+        _case(rng, 2, "one step of two micro-batches", 100, steps=1, micro_batches=2, backward_s=0.03),
+        _case(rng, 3, "three micro-batches", 100, micro_batches=3),
+        _case(rng, 1, "two micro-batches", 64, micro_batches=2),
+        _case(rng, 4, "branch in the first micro-batch only, and on one rank never", rng.choice([64, 96, 130]),
+              micro_batches=2, branch=lambda s, r, number: number == 0 and r != (other + s) % 4),
+    ]
+
+
+def _local_loss(model, batch, case):
+    (inputs, targets), with_branch = batch
+    from dtlab.models import cross_entropy
+
+    return cross_entropy(model(inputs, with_branch), targets, reduction="mean") / case["micro_batches"]
+
+
+def train(case, **made):
+    """On every rank: a few steps with the learner's class, and the gradients that each step used."""
+    (make,) = made.values()
+    model, me, used = Net(case["seed"], case["backward_s"]).eval(), dist.get_rank(), {}
+    with by_hand():
+        buckets = make(model, case["bucket_bytes"])
+        optimizer = torch.optim.SGD(trained(model).values(), lr=RATE)
+        for step, batches in enumerate(case["batches"]):
+            for number, batch in enumerate(batches[me], start=1):
+                adds_up = number < case["micro_batches"]
+                with buckets.no_sync() if adds_up else contextlib.nullcontext():
+                    _local_loss(model, batch, case).backward()
+            buckets.finish()
+            used[f"step {step}"] = gradients(model)
+            optimizer.step()
+            optimizer.zero_grad()
+    return used
+
+
+def _mean_gradients(case, model, step, numbers=slice(None), ranks=None):
+    """The mean over the ranks of what each has from the micro-batches ``numbers`` of a step."""
+    ranks = range(case.world_size) if ranks is None else ranks
+    for rank in ranks:
+        for batch in case["batches"][step][rank][numbers]:
+            (_local_loss(model, batch, case) / len(ranks)).backward()
+    found = gradients(model)
+    model.zero_grad()
+    return found
+
+
+def train_spec(case):
+    model, used = Net(case["seed"]).eval(), {}
+    for step in range(len(case["batches"])):
+        used[f"step {step}"] = its = _mean_gradients(case, model, step)
+        with torch.no_grad():
+            for name, parameter in trained(model).items():
+                parameter -= RATE * its[name]
+    return [used] * case.world_size
+
+
+# what the recording shows
+
+
+def plan(case, backwards=True):
+    """Parameter names and bytes of each bucket, in order."""
+    parts, its = [], list(trained(Net(0)).items())
+    for name, parameter in reversed(its) if backwards else its:
+        if not parts or parts[-1][1] + parameter.nbytes > case["bucket_bytes"]:
+            parts.append(([], 0))
+        parts[-1] = [*parts[-1][0], name], parts[-1][1] + parameter.nbytes
+    return parts
+
+
+def _sizes(case, backwards=True):
+    return [size for _, size in plan(case, backwards)]
+
+
+def calls(recording, rank):
+    """Bytes of each all_reduce of a rank, in order."""
+    return [e.bytes for e in recording.events[rank] if e.kind == "issue" and base_op(e.op) == "all_reduce"]
+
+
+def rhythm(recording, rank):
+    """What a rank did, a letter each: ``b`` backward of a clock, ``i`` an all_reduce starts, ``w`` it is waited for."""
+    letters = []
+    for e in recording.events[rank]:
+        if e.op == "sleep" and e.phase.get("name") == "backward":
+            letters.append("b")
+        elif e.kind in ("issue", "wait") and base_op(e.op) == "all_reduce":
+            letters.append(e.kind[0])
+    return "".join(letters)
+
+
+def _last_passes(case, recording):
+    """Of each rank and step, the rhythm of the backward pass that sends, up to its last clock."""
+    for rank in recording.ranks:
+        its = re.findall(rf"[iw]*(?:b[iw]*){{{CLOCKS}}}", rhythm(recording, rank))
+        for one in its[case["micro_batches"] - 1 :: case["micro_batches"]]:
+            yield rank, one[: one.rindex("b")]
+
+
+def planned(case, recording):
+    """One call a bucket and step, in the order of backward."""
+    right = _sizes(case) * len(case["batches"])
+    for rank in recording.ranks:
+        found = calls(recording, rank)
+        if found != right:
+            return f"rank {rank} calls all_reduce with {_list(found)} bytes, planned is {_list(right)}"
+    spent = max(moved(recording, rank) for rank in recording.ranks)
+    return f"a rank moves {times(spent, sum(right))}" if spent > sum(right) else None
+
+
+def starts_early(case, recording):
+    """The first bucket leaves while backward still computes (where all gradients are there, and there are more)."""
+    late = [rank for rank, before in _last_passes(case, recording) if "i" not in before]
+    if late and case["everywhere"] and len(plan(case)) > 1:
+        return f"on rank {late[0]} the first all_reduce starts after the last layer's backward, so nothing is hidden"
+    return None
+
+
+def waits_late(case, recording):
+    """Nobody waits while backward still computes."""
+    for rank, before in _last_passes(case, recording):
+        if "w" in before:
+            return f"rank {rank} waits {before.count('w')} times inside backward, which stands still meanwhile"
+    return None
+
+
+def _list(sizes):
+    more = f" ... ({len(sizes)} calls)" if len(sizes) > 12 else ""
+    return ", ".join(map(str, sizes[:12])) + more if sizes else "no"
+
+
+# known mistakes
+
+
+def _first_step(evidence):
+    return [result["step 0"] for result in evidence.results]
+
+
+def _wrong_names(evidence, expected, step="step 0"):
+    """Parameters whose gradient is wrong on some rank in one step."""
+    pairs = list(zip(evidence.results, expected))
+    return [name for name in expected[0][step] if any(difference(a[step][name], b[step][name]) for a, b in pairs)]
+
+
+def _equal_to(value, partly=False):
+    """Whether the first step's wrong gradients (all of them, or some) are ``value(case, model, rank)``."""
+    def seen(evidence, expected):
+        case, names = evidence.case, _wrong_names(evidence, expected)
+        if not names or not partly and len(names) < len(expected[0]["step 0"]) - len(BRANCH):
+            return False
+        for rank, mine in enumerate(_first_step(evidence)):
+            told = value(case, Net(case["seed"]).eval(), rank)
+            if any(difference(mine[name], told[name]) for name in names):
+                return False
+        return ", ".join(names[:3])
+    return when(seen)
+
+
+def _own(case, model, rank):
+    return _mean_gradients(case, model, 0, ranks=[rank])
+
+
+def _factor(wanted):
+    def seen(evidence, expected):
+        found = [ratio(flat(mine.values()), flat(right["step 0"].values()))
+                 for mine, right in zip(_first_step(evidence), expected)]
+        return all(its and abs(its / wanted(evidence.case) - 1) < 1e-6 for its in found) and f"{found[0]:.2f}"
+    return when(seen)
+
+
+def _fewer_ranks(evidence, expected):
+    """Branch is too large by ranks / (ranks that have it)."""
+    case, names = evidence.case, _wrong_names(evidence, expected)
+    have = sum(any(taken for _, taken in its) for its in case["batches"][0])
+    told = case.world_size / max(1, have)
+    found = [ratio(mine[name], right["step 0"][name])
+             for mine, right in zip(_first_step(evidence), expected) for name in names]
+    return set(names) == set(BRANCH) and all(abs(its / told - 1) < 1e-6 for its in found) and f"{told:.2f}"
+
+
+def _calls_are(test):
+    """Whether rank 0's calls are what ``test(case, calls)`` says."""
+    return when(lambda evidence, _: test(evidence.case, calls(evidence.recording, 0)))
+
+
+def _never_flushed(case, found):
+    planned_calls = _sizes(case) * len(case["batches"])
+    return 0 < len(found) < len(planned_calls) and f"{len(found)} of {len(planned_calls)}"
+
+
+def _more_bytes(case, found):
+    frozen = sum(p.nbytes for p in Net(0).parameters() if not p.requires_grad)
+    return sum(found) == (sum(_sizes(case)) + frozen) * len(case["batches"]) and f"{frozen} bytes"
+
+
+def _one_a_parameter(case, found):
+    right = len(plan(case)) * len(case["batches"])
+    return len(found) == len(trained(Net(0))) * len(case["batches"]) > right and f"{len(found)} calls where {right} do"
+
+
+def _each_micro_batch(case, found):
+    right = sum(_sizes(case)) * len(case["batches"])
+    return case["micro_batches"] > 1 and sum(found) == case["micro_batches"] * right and times(sum(found), right)
+
+
+def _only_later(evidence, expected):
+    return not _wrong_names(evidence, expected) and ", ".join(_wrong_names(evidence, expected, "step 1")[:3])
+
+
+SIZES_DIFFER = r"the shapes differ|do not make the same call"
+COMMON = (
+    Mistake("hook on a frozen parameter",
+        "a frozen parameter gets no gradient, so autograd takes no hook for it: only what is trained belongs into a"
+        " bucket.", failed("raised", says=r"that doesn't require")),
+    Mistake("reads before wait",
+        "a bucket is read or written while its all_reduce is under way. With small tensors it often goes well, and "
+        "under load the gradient is a stale one: half added up, or not at all.",
+        failed("guard", says=r"nobody has called wait")),
+    Mistake("missing call",
+        "{}: a bucket of a rank that got no gradient for one of its parameters never becomes full, and is never "
+        "sent. With a gradient for each parameter nothing shows it.",
+        failed("hang", says=r"rank \d+ never made that call")),
+    Mistake("buckets shifted",
+        "the ranks' buckets hold different parameters: {}. What goes into which bucket, and the order of the "
+        "buckets, must not depend on which gradients arrive.", failed("guard", says=SIZES_DIFFER)),
+    Mistake("hook before accumulation",
+        "a gradient is read by a hook that runs before it stands in .grad, which is still None then.",
+        failed("raised", says="NoneType")),
+    Mistake("sum for mean",
+        "every gradient is {}x the right one, the number of ranks: the sum over the ranks instead of their mean. On"
+        " one rank both are the same.", _factor(lambda case: case.world_size)),
+    Mistake("divides twice",
+        "every gradient is {}x the right one, 1 / ranks: one division too many.",
+        _factor(lambda case: 1 / case.world_size)),
+    Mistake("frozen parameters sent",
+        "{} too many are sent each step: frozen parameters lie in the buckets, and have no gradient to send.",
+        _calls_are(_more_bytes)),
+    Mistake("nothing is sent",
+        "no bucket was sent: every rank steps with its own gradient. On one rank that is right, and on more the "
+        "loss falls all the same.", _calls_are(lambda case, found: not found)),
+    Mistake("reduces every micro-batch",
+        "{}: the buckets go out after each micro-batch. The mean of sums is right each time, so only the bytes show"
+        " it.", _calls_are(_each_micro_batch)),
+    Mistake("only the last micro-batch",
+        "the gradient is that of the last micro-batch: what no_sync added up in .grad before is left out. With one "
+        "micro-batch a step nothing shows it.",
+        _equal_to(lambda case, model, _: _mean_gradients(case, model, 0, slice(-1, None)))),
+    Mistake("hook before accumulation",
+        "{}: what was sent lacks the gradient that had just arrived. The hook ran before it was added to .grad. If "
+        "there was one from an earlier pass, that one was sent.",
+        _equal_to(lambda case, model, _: _mean_gradients(case, model, 0, slice(None, -1)), partly=True)),
+    Mistake("bucket never flushed",
+        "{} all_reduces were called: what is left at the end of backward in a bucket that is not full was not sent."
+        " When the sizes happen to fit, nothing is left.", _calls_are(_never_flushed)),
+    Mistake("steps before wait",
+        "every rank still has its own gradient when finish returns, though it is under way: the step uses a stale "
+        "one. The replicas drift apart from now on.", _equal_to(_own)),
+    Mistake("forgets missing gradients",
+        "{}: a rank without a gradient keeps what it has, or the ranks that have one do, so the replicas differ.",
+        _equal_to(_own, partly=True)),
+    Mistake("divides by fewer ranks",
+        "the gradient of branch is {}x the right one: a rank without a gradient counts as zero, not as absent. In "
+        "one process the batch would be the same whole batch.", when(_fewer_ranks)),
+    Mistake("state of the last step",
+        "the first step is right, the second is not ({}): something of the first one is still there, full buckets "
+        "or a count. A test of one step never sees it.", when(_only_later)),
+    Mistake("one call a parameter",
+        "{}: each parameter goes alone and pays the latency of a call of its own. On one machine that costs little,"
+        " on 64 more than the bytes do.", _calls_are(_one_a_parameter)),
+    Mistake("buckets in forward order",
+        "the buckets are planned from the first parameter on. Backward starts with the last one: the first bucket "
+        "is full only at the end, and the others wait behind it.",
+        _calls_are(lambda case, found: found == _sizes(case, False) * len(case["batches"]))),
+)  # fmt: skip
+LATE = Mistake("sends after backward",
+    "the values and the bytes are right, but the first bucket leaves only when backward has ended. No value shows "
+    "it; the step takes as long as computing and sending one after the other.",
+    when(lambda evidence, _: starts_early(evidence.case, evidence.recording)))  # fmt: skip
+WAITS = Mistake("waits inside backward",
+    "the buckets leave early, but backward waits for each of them: {}. Start them there, wait for them in finish.",
+    when(lambda evidence, _: waits_late(evidence.case, evidence.recording)))  # fmt: skip
+
+BUCKETS = Exercise(
+    "lab02.3", "gradients travel in planned buckets, also those that are not there", ("Buckets",), bucket_cases, train,
+    train_spec, budget=(planned, starts_early), forbidden=("dtlab.parallel",), minutes=25, draw=pictures.buckets,
+    hint="Compare the calls of two ranks, one of which has no gradient for branch: which call comes first on each?",
+    mistakes=(*COMMON, LATE))  # fmt: skip
+
+OVERLAP = Exercise(
+    "lab02.4", "one reduction a step, under way while backward computes", ("OverlappedBuckets",), overlap_cases, train,
+    train_spec, budget=(planned, starts_early, waits_late), forbidden=("dtlab.parallel",), minutes=20,
+    draw=pictures.overlap, hint="In which of the micro-batches may a hook send, and what does .grad hold at that time?",
+    mistakes=(*COMMON, LATE, WAITS))  # fmt: skip
+
+
+# 5, diagnose
+
+
+def diagnose(case, diagnosis):
+    """On the rank: which letters are named rightly."""
+    if not isinstance(diagnosis, dict) or any(diagnosis.get(letter) in (None, "", "?") for letter in LETTERS):
+        raise NotImplementedError("Exercise 2.5: fill in one of the choices for each letter")
+    return {its: "named" if is_right(its, diagnosis[its]) else f"not {diagnosis[its]!r}" for its in LETTERS}
+
+
+def _misnamed(evidence, _expected):
+    for letter, found in evidence.results[0].items():
+        choice = found.removeprefix("not ").strip("'\"")
+        if found != "named":
+            sign = SIGNS.get(choice, f"that is none of the choices: {', '.join(CHOICES)}")
+            return f"{letter} is something else. {sign}"
+    return False
+
+
+DIAGNOSE = Exercise(
+    "lab02.5", "six programs, seen from outside", ("diagnosis",),
+    lambda rng: [Case(1, "diagnosis", {})], diagnose, lambda case: [dict.fromkeys(LETTERS, "named")], minutes=10,
+    draw=pictures.programs_picture, mistakes=(Mistake("another mistake",
+        "{}", when(_misnamed)),))  # fmt: skip
+
+EXERCISES = (START, WEIGH, BUCKETS, OVERLAP, DIAGNOSE)
