@@ -6,6 +6,7 @@ and what the recorder saw. A hang, a crash, an endless loop or a flood of output
 This is no prison: code that attacks the grader on purpose (its own pickles, other processes) is not held off.
 """
 from dtlab.checks.evidence import Answer, Case, Evidence
-from dtlab.checks.exercise import Exercise, Mistake, Verdict, check, picture
+from dtlab.checks.exercise import Exercise, Mistake, Verdict, check, picture, reference
 
-__all__ = ["Answer", "Case", "Evidence", "Exercise", "Mistake", "Verdict", "check", "picture"]
+__all__ = ["Answer", "Case", "Evidence", "Exercise", "Mistake", "Verdict", "check", "picture",
+           "reference"]

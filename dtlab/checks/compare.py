@@ -24,6 +24,10 @@ def difference(theirs, right, *, rtol=RTOL, atol=ATOL, place=""):
         wrong = _tensors(theirs, right, rtol, atol)
         return f"{at}{wrong}" if wrong else None
     else:
+        if isinstance(theirs, torch.Tensor) and theirs.numel() == 1 and not isinstance(right, str):
+            theirs = theirs.item()
+        if isinstance(theirs, torch.Tensor):
+            return f"{at}{_brief(theirs)} should be {_brief(right)}"
         same = theirs == right or (isinstance(right, float) and isinstance(theirs, (int, float))
                                    and abs(theirs - right) <= atol + rtol * abs(right))  # fmt: skip
         return None if same else f"{at}{_brief(theirs)} should be {_brief(right)}"

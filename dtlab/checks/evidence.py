@@ -1,13 +1,21 @@
 """What a learner's functions did on live ranks in one case: values, recording, or how they failed."""
+import contextlib
+import re
 import threading
 import time
+import types
 from dataclasses import dataclass, field
 
-from dtlab.errors import DtlabError, GuardError, HangError, RankError
+import torch
+
+from dtlab.errors import DtlabError, GuardError, HangError
 
 LIMIT_S = 20.0  # of one case, endless loops included
-LIMIT_BYTES = 2 * 10**9  # that a rank may take beyond what it has at its start
-
+LIMIT_BYTES = 10**9  # that a rank may take beyond what it has at its start
+_THREAD_BYTES = 80 * 10**6  # of addresses that a thread takes before it does anything
+SHOWN_CHARS = 2000  # of what a rank prints in one case; the rest is counted
+_RESULT_BYTES = 64 * 10**6  # of what a program returns
+_TEXT_CHARS = 3000  # of what an error says
 
 @dataclass(frozen=True)
 class Case:
@@ -32,25 +40,51 @@ class Case:
 
 @dataclass(frozen=True)
 class Answer:
-    """What a learner wrote: functions of a notebook, or the text of exercise cells, run on the ranks only.
+    """What a learner wrote: functions of a notebook, or the text of cells, run on the ranks only.
 
     Attributes:
         functions: name -> function or class.
         source: ``[(label, text of a cell), ...]``, run in order on every rank; its names come before ``functions``.
+        references: name -> function that stands in for an earlier exercise, also inside ``functions``.
     """
 
     functions: dict = field(default_factory=dict)
     source: tuple = ()
+    references: dict = field(default_factory=dict)
 
     def on_rank(self, names):
         """The functions of these names, on a rank."""
-        namespace = {"__name__": "__main__", **self.functions}
+        for function in self.functions.values():
+            for one in _functions(function):
+                one.__globals__.update(self.references)
+        namespace = {"__name__": "__main__", **self.functions, **self.references}
         for label, text in self.source:
-            exec(compile(text, label, "exec"), namespace)  # on a rank: this is what the learner asked to be run
+            exec(_compiled(label, text), namespace)  # on a rank: this is what the learner asked to be run
         missing = [name for name in names if name not in namespace]
         if missing:
             raise NotImplementedError(f"{missing[0]} is not defined")
         return {name: namespace[name] for name in names}
+
+
+def _compiled(label, text):
+    """A cell as code whose lines errors can show; magics, which only the notebook knows, are left out."""
+    from dtlab.ranks import cells
+
+    filename = f"<{label}>"
+    cells.remember_source(filename, label, text)
+    try:
+        return compile(text, filename, "exec")
+    except SyntaxError:
+        plain = re.sub(r"(?m)^([ \t]*)[%!].*$", r"\1pass", text)
+        if plain == text:
+            raise
+        return compile(plain, filename, "exec")
+
+
+def _functions(thing):
+    """A function, or the functions of a class, as a list; empty for anything else."""
+    inside = vars(thing).values() if isinstance(thing, type) else [thing]
+    return [one for one in inside if isinstance(one, types.FunctionType)]
 
 
 @dataclass
@@ -59,7 +93,7 @@ class Evidence:
 
     Attributes:
         case: the ``Case``.
-        results: what the program returned, by rank; None if it failed.
+        results: what the program returned, by rank, as plain data; None if it failed.
         recording: what the ranks did; None if it failed.
         failed: ``""``, or ``"not yet"``, ``"raised"``, ``"died"``, ``"hang"``, ``"guard"``, ``"time"``.
         text: what the error said.
@@ -72,34 +106,83 @@ class Evidence:
     text: str = ""
 
 
-def gather(program, answer, names, case):
-    """Run ``program(case, **functions)`` on every rank: an ``Evidence``, whatever happens."""
+@dataclass(frozen=True)
+class Foreign:
+    """Stands for a result that is no plain data, so that nothing of a learner's runs where the verdict is made."""
+
+    text: str
+
+    def __repr__(self):
+        return self.text
+
+
+def gather(program, answer, names, case, shown_chars=SHOWN_CHARS):
+    """Run ``program(case, **functions)`` on every rank: an ``Evidence``, whatever they do.
+
+    Raises:
+        DtlabError: the ranks could not be started, which is no fault of the answer.
+    """
     from dtlab.ranks.pool import Ranks
 
-    try:  # ranks of its own: those of the notebook stay the current ones
-        with Ranks(case.world_size, device="cpu", timeout=LIMIT_S / 4, share_gpu=False, guard=True) as ranks, \
-                _Deadline(ranks) as deadline:
+    # ranks of its own: those of the notebook stay the current ones
+    with Ranks(case.world_size, device="cpu", timeout=LIMIT_S / 4, share_gpu=False, guard=True) as ranks:
+        ranks.kept_chars, ranks.is_for_once = shown_chars, True
+        with _Deadline(ranks) as deadline:
             try:
                 recording = ranks.record(_on_rank, program, answer, names, case)
-            except DtlabError:
-                if deadline.passed:
-                    return Evidence(case, failed="time", text=f"not done after {LIMIT_S:g} s: an endless loop?")
-                raise
-    except HangError as error:
-        return Evidence(case, failed="hang", text=str(error))
-    except GuardError as error:
-        return Evidence(case, failed="guard", text=str(error))
-    except RankError as error:
-        kind = {"NotImplementedError": "not yet", "died": "died"}.get(error.cause, "raised")
-        return Evidence(case, failed=kind, text=str(error))
-    except DtlabError as error:  # what cannot travel
-        return Evidence(case, failed="raised", text=str(error))
-    return Evidence(case, recording.results, recording)
+                return Evidence(case, recording.results, recording)
+            except DtlabError as error:
+                late = deadline.passed
+                failed = "time" if late else _kind(error)
+                text = f"not done after {LIMIT_S:g} s: a loop or a sleep without end?" if late else str(error)
+                return Evidence(case, failed=failed, text=_in_short(text))
+
+
+def _kind(error):
+    """How a case failed, by the error; what cannot travel to or from a rank counts as raised."""
+    if isinstance(error, (HangError, GuardError)):
+        return "hang" if isinstance(error, HangError) else "guard"
+    cause = getattr(error, "cause", None)
+    if cause == "NotImplementedError" and re.search(r"NotImplementedError: (Exercise|\w+ is not defined)", str(error)):
+        return "not yet"  # a stub, and nothing that torch has not implemented
+    return "died" if cause == "died" else "raised"
+
+
+def _in_short(text):
+    """Without the advice on launch, whose limits are not the learner's here; not longer than can be read."""
+    lines = [line for line in text.splitlines() if not line.startswith("If it only needed longer")]
+    text = "\n".join(line if len(line) < 300 else f"{line[:300]} ..." for line in lines)
+    return text if len(text) < _TEXT_CHARS else f"{text[:_TEXT_CHARS]} ..."
 
 
 def _on_rank(program, answer, names, case):
     _limit_memory()
-    return program(case, **answer.on_rank(names))
+    try:
+        return _plain(program(case, **answer.on_rank(names)), [_RESULT_BYTES])
+    except (MemoryError, RuntimeError) as error:
+        if isinstance(error, RuntimeError) and "allocate memory" not in str(error):
+            raise
+    # here the frames that held the memory are gone, so that there is some to tell it
+    raise MemoryError(f"more than {LIMIT_BYTES / 1e9:g} GB on one rank")
+
+
+def _plain(value, room):
+    """A result as tensors, numbers, texts, lists and dicts; ``room`` is a list of the bytes that may still be sent."""
+    room[0] -= value.nbytes if isinstance(value, torch.Tensor) else len(value) if isinstance(value, (str, bytes)) else 8
+    if room[0] < 0:
+        raise ValueError(f"the result is larger than {_RESULT_BYTES // 10**6} MB")
+    if isinstance(value, torch.nn.Parameter) or type(value) is torch.Tensor:
+        return value.detach()
+    if isinstance(value, dict):
+        return {_plain(key, room): _plain(each, room) for key, each in value.items()}
+    if isinstance(value, (list, tuple)):
+        return type(value)(_plain(each, room) for each in value) if type(value) in (list, tuple) else \
+            [_plain(each, room) for each in value]
+    if value is None or type(value) in (bool, int, float, str, bytes, complex, torch.dtype):
+        return value
+    if type(value).__module__ == "numpy" and hasattr(value, "item"):
+        return _plain(value.tolist(), room)
+    return Foreign(f"a value of type {type(value).__name__}")
 
 
 def _limit_memory():
@@ -110,12 +193,17 @@ def _limit_memory():
         import psutil
     except ImportError:
         return
-    most = psutil.Process().memory_info().vms + LIMIT_BYTES
+    most = psutil.Process().memory_info().vms + LIMIT_BYTES + _THREAD_BYTES * torch.get_num_threads()
+    _, hard = resource.getrlimit(resource.RLIMIT_AS)
+    most = most if hard == resource.RLIM_INFINITY else min(most, hard)
     resource.setrlimit(resource.RLIMIT_AS, (most, most))
 
 
 class _Deadline:
-    """Kills the ranks when the time of a case is over: nothing in them is trusted to stop."""
+    """Kills the ranks when the time of a case is over: nothing in them is trusted to stop.
+
+    At the end it kills what they have started; processes that left their rank's group would outlive it.
+    """
 
     def __init__(self, ranks):
         self.ranks, self.passed, self._done = ranks, False, threading.Event()
@@ -128,22 +216,21 @@ class _Deadline:
     def __exit__(self, *_):
         self._done.set()
         self._thread.join()
+        self._kill()
 
     def _watch(self):
-        import psutil
-
         began = time.monotonic()
         while not self._done.wait(0.1):
             if time.monotonic() - began > LIMIT_S and not self.passed:
                 self.passed = True
-                for pid in list(self.ranks.pids.values()):
-                    for process in _family(psutil, pid):
-                        process.kill()
+                self._kill()
 
+    def _kill(self):
+        import psutil
 
-def _family(psutil, pid):
-    try:
-        process = psutil.Process(pid)
-        return [process, *process.children(recursive=True)]
-    except psutil.NoSuchProcess:
-        return []
+        for pid in list(self.ranks.pids.values()):
+            with contextlib.suppress(psutil.NoSuchProcess):
+                process = psutil.Process(pid)
+                for one in [*process.children(recursive=True), process]:
+                    with contextlib.suppress(psutil.NoSuchProcess):
+                        one.kill()

@@ -1,13 +1,14 @@
 """Exercises and their verdicts: shape, value, agreement between ranks, budget; the known mistake first."""
+import contextlib
 import importlib
 import random
 import re
 from collections.abc import Callable
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 
 from dtlab import shell
 from dtlab.checks import compare
-from dtlab.checks.evidence import Answer, Case, Evidence, gather
+from dtlab.checks.evidence import SHOWN_CHARS, Answer, Evidence, gather
 from dtlab.errors import ConfigError
 
 LABS = {"lab01": "dtlab.checks.lab01", "lab02": "dtlab.checks.lab02"}  # lab -> module with its EXERCISES
@@ -40,7 +41,7 @@ class Exercise:
         program: runs on every rank, ``program(case, **{name: function})``; what it returns is compared.
         spec: function of a case to what the program must return, by rank.
         budget: functions of ``(case, recording)`` to None, or what was spent beside what may be.
-        forbidden: collectives (plain names) that the recording may not show; ``"dtlab.parallel"`` forbids to borrow.
+        forbidden: collectives (plain names) that the recording may not show.
         mistakes: ``Mistake``s, the most special first.
         hint: hint 1, told when no known mistake fits.
         replicated: all ranks must return the same to the last bit.
@@ -67,15 +68,25 @@ class Exercise:
 
 @dataclass(frozen=True)
 class Verdict:
-    """Of one exercise: ``state`` is "passed", "not yet" or "failed"; ``text`` says why, ``mistake`` names a known one."""
+    """Of one exercise.
+
+    Attributes:
+        key: ``"lab01.2"``.
+        state: "passed", "not yet", "failed", or "reference" where ``dtlab catch-up`` has put one.
+        text: what was shown, or why it is not so.
+        mistake: name of a known mistake.
+        note: what else is to be known: a reference stood in for an earlier exercise.
+    """
 
     key: str
     state: str
     text: str = ""
     mistake: str = ""
+    note: str = ""
 
     def __repr__(self):
-        return f"{self.key}: {self.state}" + (f"\n{self.text}" if self.text else "")
+        rest = [line for line in (self.text, self.note) if line]
+        return "\n".join([f"{self.key}: {self.state}", *rest])
 
 
 def exercises(lab):
@@ -98,6 +109,31 @@ def find(key):
     return known[key]
 
 
+def earlier(exercise):
+    """What an exercise builds on: ``[(earlier Exercise, {name: reference}), ...]``, in the lab's order."""
+    known, found, open_ = exercises(exercise.key.split(".")[0]), {}, [exercise]
+    for one in open_:
+        for owner in known.values():
+            mine = {name: one.references[name] for name in owner.names if name in one.references}
+            if mine and owner.key != one.key:
+                open_ += [owner] * (owner.key not in found)
+                found.setdefault(owner.key, {}).update(mine)
+    return [(known[key], found[key]) for key in known if key in found]
+
+
+def reference(lab, name):
+    """The function that stands in for a learner's; what ``dtlab catch-up`` puts into exercise cells calls this.
+
+    Raises:
+        ConfigError: nothing of the lab builds on such a name.
+    """
+    known = {name: one for exercise in exercises(lab).values() for name, one in exercise.references.items()}
+    if name not in known:
+        there = f"there are {', '.join(known)}" if known else "there are none"
+        raise ConfigError(f"{lab} has no reference of {name}, since no later exercise uses it; {there}")
+    return known[name]
+
+
 def check(key, *functions):
     """Check one exercise: on live ranks, with inputs drawn anew each time.
 
@@ -107,15 +143,24 @@ def check(key, *functions):
 
     Returns:
         Verdict, which a notebook shows.
+
+    Raises:
+        ConfigError: no such exercise, or something is given that is not of it.
     """
     exercise = find(key)
     answer = _answer(exercise, functions)
-    return answer if isinstance(answer, Verdict) else judge(exercise, answer)
+    if isinstance(answer, Verdict):
+        return answer
+    verdict = judge(exercise, answer)
+    _last[key] = answer.functions, verdict
+    return replace(verdict, note=stand_in_note(answer.references))
 
 
 def picture(key, *functions):
     """The picture of an exercise: the target beside what the learner's functions do, also while there are none."""
     exercise = find(key)
+    if exercise.draw is None:
+        return None
     case = exercise.cases(random.Random(0))[0]
     answer = _answer(exercise, functions)
     evidence = (Evidence(case, failed="not yet", text=answer.text) if isinstance(answer, Verdict)
@@ -123,9 +168,15 @@ def picture(key, *functions):
     return exercise.draw(case, exercise.spec(case), evidence)
 
 
-def _answer(exercise, functions):
+_last = {}  # key -> (the functions that were checked, their Verdict), in this notebook
+
+
+def _answer(exercise, functions=()):
     """The learner's functions as an Answer; a Verdict where a cell was not run."""
-    found = {function.__name__: function for function in functions}
+    found = {getattr(function, "__name__", repr(function)): function for function in functions}
+    strange = [name for name in found if name not in exercise.names]
+    if strange:
+        raise ConfigError(f"{strange[0]} is not of exercise {exercise.key}, which is about {', '.join(exercise.names)}")
     notebook = shell.notebook_shell()
     place = notebook.user_ns if notebook is not None else {}
     found = {**{name: place[name] for name in exercise.names if name in place}, **found}
@@ -133,16 +184,44 @@ def _answer(exercise, functions):
     if missing:
         return Verdict(exercise.key, "not yet", f"{missing[0]} is not there: run the cell of exercise {exercise.key} "
                                                 "first, the one that defines it, then this one again")  # fmt: skip
-    return Answer({**exercise.references, **found})
+    references = {name: one for name, one in exercise.references.items() if name not in exercise.names}
+    for before, names in earlier(exercise):
+        references.update(names)
+        if _stands(before):
+            references = {name: one for name, one in references.items() if name not in names}
+    return Answer(found, (), references)
 
 
-def judge(exercise, answer, rng=None):
-    """The verdict on an answer; ``rng`` draws the inputs (another one each time if not given)."""
-    for case in exercise.cases(rng or random.SystemRandom()):
-        evidence = gather(exercise.program, answer, exercise.names, case)
+def _stands(exercise):
+    """Whether the notebook's own functions pass an exercise; they are checked again only if they are new."""
+    answer = _answer(exercise)
+    if isinstance(answer, Verdict):
+        return False
+    functions, verdict = _last.get(exercise.key, ({}, None))
+    if verdict is None or any(functions.get(name) is not one for name, one in answer.functions.items()):
+        verdict = judge(exercise, answer, shown_chars=0)
+        _last[exercise.key] = answer.functions, verdict
+    return verdict.state == "passed"
+
+
+def stand_in_note(references):
+    """The sentence that says which references were used; empty if none."""
+    names = ", ".join(sorted(references))
+    return f"with the reference of {names}: yours is not there or does not pass" if names else ""
+
+
+def judge(exercise, answer, rng=None, shown_chars=SHOWN_CHARS):
+    """The verdict on an answer; ``rng`` draws the inputs (others each time if not given).
+
+    Nothing passes without proof: each case needs a result of every rank and what the ranks were recorded to do.
+    """
+    cases = exercise.cases(rng or random.SystemRandom())
+    for case in cases:
+        evidence = gather(exercise.program, answer, exercise.names, case, shown_chars)
         verdict = judge_case(exercise, evidence)
         if verdict is not None:
             return verdict
+    assert cases, f"{exercise.key} has no cases"
     return Verdict(exercise.key, "passed", exercise.title)
 
 
@@ -151,11 +230,16 @@ def judge_case(exercise, evidence):
     if evidence.failed == "not yet":
         return Verdict(exercise.key, "not yet", _own_words(evidence.text))
     expected = exercise.spec(evidence.case)
-    wrong = _what_is_wrong(exercise, evidence, expected)
+    try:
+        wrong = _what_is_wrong(exercise, evidence, expected)
+    except Exception as error:  # a result that nobody thought of
+        wrong = f"what came cannot be judged ({type(error).__name__}: {error})"
     if wrong is None:
         return None
     for mistake in exercise.mistakes:
-        seen = mistake.seen(evidence, expected)
+        seen = None
+        with contextlib.suppress(Exception):  # it looks for one mistake, and may meet results of any kind
+            seen = mistake.seen(evidence, expected)
         if seen:
             told = mistake.says.format(seen if isinstance(seen, str) else "")
             return Verdict(exercise.key, "failed", f"{evidence.case}: {told}\n{wrong}", mistake.name)
@@ -165,24 +249,31 @@ def judge_case(exercise, evidence):
 
 def _what_is_wrong(exercise, evidence, expected):
     if evidence.failed:
-        return evidence.text
-    for rank, (theirs, right) in enumerate(zip(evidence.results, expected)):
+        return evidence.text + _OUT_OF_ORDER * ("NameError:" in evidence.text)
+    size = evidence.case.world_size
+    results, recording = evidence.results or [], evidence.recording
+    if recording is None or not len(results) == len(expected) == len(recording.ranks) == size:
+        return f"{len(results)} of {size} ranks gave a result and were recorded"
+    for rank, (theirs, right) in enumerate(zip(results, expected)):
         wrong = compare.difference(theirs, right)
         if wrong:
             return f"rank {rank}: {wrong}"
     if exercise.replicated:
-        for rank, theirs in enumerate(evidence.results):
-            wrong = compare.difference(theirs, evidence.results[0], rtol=0.0, atol=0.0)
+        for rank, theirs in enumerate(results):
+            wrong = compare.difference(theirs, results[0], rtol=0.0, atol=0.0)
             if wrong:
                 return f"rank {rank} is not equal to rank 0 to the last bit: {wrong.replace('should be', 'rank 0 has')}"
-    used = compare.collectives_used(evidence.recording) & set(exercise.forbidden)
+    used = compare.collectives_used(recording) & set(exercise.forbidden)
     if used:
         return f"the values are right, but {', '.join(sorted(used))} was called, which this exercise is to do without"
     for rule in exercise.budget:
-        over = rule(evidence.case, evidence.recording)
+        over = rule(evidence.case, recording)
         if over:
             return f"the values are right, but {over}"
     return None
+
+
+_OUT_OF_ORDER = "\nIf it is not a typing error: run the cells above, from the imports on, then this one again"
 
 
 def _own_words(text):

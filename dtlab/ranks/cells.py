@@ -13,7 +13,7 @@ from dtlab.errors import ConfigError, DtlabError
 from dtlab.ranks import calls, console
 from dtlab.ranks.settings import PREDEFINED
 
-_ENGINE = ("/dtlab/ranks/", "/dtlab/record/")
+_ENGINE = ("/dtlab/ranks/", "/dtlab/record/", "/dtlab/checks/")
 _CURES = {"initialize the default process group twice": "the ranks are in a group already: leave this line out"}
 _LOST = ("Connection closed by peer", "Connection reset by peer", "Broken pipe", "Socket closed", "recv failed")
 

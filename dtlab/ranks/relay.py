@@ -14,7 +14,8 @@ _LIVE_LINES = 40
 class Relay:
     """Collects the output of one cell, rank by rank."""
 
-    def __init__(self, ranks):
+    def __init__(self, ranks, kept_chars=KEPT_CHARS):
+        self.kept_chars = kept_chars  # 0: show nothing
         self.items = {rank: [] for rank in ranks}  # rank -> [(kind, data), ...]; kind stdout, stderr, mime
         self._chars = dict.fromkeys(ranks, 0)
         self._dropped = dict.fromkeys(ranks, 0)
@@ -31,20 +32,23 @@ class Relay:
         items = self.items.setdefault(rank, [])
         if kind == "progress":
             return self._progress(rank, data)
-        if kind == "mime":
+        text = self._within(rank, data if kind != "mime" else data["text/plain"])
+        if kind != "mime":
+            self._add_text(items, kind, text)
+        elif text == data["text/plain"]:
             items.append((kind, data))
-        else:
-            self._add_text(rank, items, kind, data)
         self._dirty = True
-        if not self._live and not is_headless() and notebook_shell() is None:
-            self._print_now(rank, kind, data)
+        if text and not self._live and not is_headless() and notebook_shell() is None:
+            self._print_now(rank, kind, text)
 
-    def _add_text(self, rank, items, kind, text):
-        room = KEPT_CHARS - self._chars.get(rank, 0)
-        self._chars[rank] = self._chars.get(rank, 0) + min(len(text), max(room, 0))
-        if len(text) > room:
-            self._dropped[rank] = self._dropped.get(rank, 0) + len(text) - max(room, 0)
-            text = text[: max(room, 0)]
+    def _within(self, rank, text):
+        """What of a text there is still room for; the rest is counted."""
+        room = self.kept_chars - self._chars.get(rank, 0)
+        self._chars[rank] = self._chars.get(rank, 0) + min(len(text), room)
+        self._dropped[rank] = self._dropped.get(rank, 0) + max(0, len(text) - room)
+        return text[:room]
+
+    def _add_text(self, items, kind, text):
         # what is left of lines that were drawn over themselves, as progress bars are
         text = "\n".join(line.rstrip("\r").rsplit("\r", 1)[-1] for line in text.split("\n"))
         if items and items[-1][0] == kind:
@@ -61,12 +65,12 @@ class Relay:
             self._dirty = True
             if done == total:
                 del self._bars[rank]
-                self._add_text(rank, self.items[rank], "stdout", text + "\n")
+                self._add_text(self.items[rank], "stdout", text + "\n")
         elif total and any(done == -(-total * part // 4) for part in (1, 2, 3, 4)):
             self.add(rank, "stdout", text + "\n")
 
     def _print_now(self, rank, kind, data):
-        text = data if kind != "mime" else data["text/plain"] + "\n"
+        text = data if kind != "mime" else data + "\n"
         stream = sys.stderr if kind == "stderr" else sys.stdout
         print(_labelled(f"[{rank}] ", text), end="", file=stream, flush=True)
 
@@ -100,6 +104,8 @@ class Relay:
 
     def final(self):
         """The finished cell: ``[(text, None) or (label, MIME bundle), ...]``; ranks with equal output share theirs."""
+        if not self.kept_chars:
+            return []
         groups = []  # [[ranks], items]
         for rank, items in sorted(self.items.items()):
             items = self._with_note(rank, items)
@@ -118,7 +124,10 @@ class Relay:
     def finish(self):
         """Show the finished cell."""
         if notebook_shell() is None and not is_headless():
-            return  # every line was printed when it came
+            for rank in self.items:  # every line was printed when it came
+                for kind, text in self._with_note(rank, [])[: self.kept_chars]:
+                    self._print_now(rank, kind, text)
+            return
         entries = self.final()
         if notebook_shell() is None:
             for text, bundle in entries:

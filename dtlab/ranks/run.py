@@ -23,7 +23,7 @@ class CellRun:
     def __init__(self, pool, ranks, number, limit_s, interrupts, kill_after_s=KILL_AFTER_S):
         self.pool, self.ranks, self.number, self.interrupts = pool, list(ranks), number, interrupts
         self.kill_after_s = kill_after_s
-        self.relay = Relay(self.ranks)
+        self.relay = Relay(self.ranks, pool.kept_chars)
         self.values, self.failures, self.stopped, self.dead = {}, {}, [], []
         self._decoders = {r: codecs.getincrementaldecoder("utf-8")("replace") for r in self.ranks}
         self.order = []  # ranks in the order in which they failed
@@ -247,6 +247,10 @@ class CellRun:
     def _repair(self):
         """Make the ranks usable again; a sentence on what that cost, empty if nothing."""
         if not (self.failures or self.dead or self.stopped or self.interrupted or self.hang):
+            return ""
+        if self.pool.is_for_once:
+            for rank in self.dead:
+                self.pool._drop(rank)
             return ""
         is_hanging = self.verdict is not None and self.verdict[1]
         ended = any(not isinstance(f, str) and f["group_ended"] for f in self.failures.values())
