@@ -57,13 +57,22 @@ class Answer:
         for function in self.functions.values():
             for one in _functions(function):
                 one.__globals__.update(self.references)
-        namespace = {"__name__": "__main__", **self.functions, **self.references}
+        namespace = {"__name__": "__main__", **_always_there(), **self.functions, **self.references}
         for label, text in self.source:
             exec(_compiled(label, text), namespace)  # on a rank: this is what the learner asked to be run
         missing = [name for name in names if name not in namespace]
         if missing:
             raise NotImplementedError(f"{missing[0]} is not defined")
         return {name: namespace[name] for name in names}
+
+
+def _always_there():
+    """The names that functions of a notebook find on every rank."""
+    import dtlab
+
+    dist = torch.distributed
+    return {"dtlab": dtlab, "torch": torch, "dist": dist, "device": torch.device("cpu"),
+            "rank": dist.get_rank(), "world_size": dist.get_world_size()}  # fmt: skip
 
 
 def _compiled(label, text):
