@@ -44,6 +44,10 @@ def times(spent, allowed):
     return f"{spent:,} bytes where {allowed:,} do, {spent / allowed:.3g} times as many"
 
 
+_BORROWED = r"torch's DistributedDataParallel is what this lab builds|\w+ borrows \w+ of dtlab.parallel"
+BORROWED = Mistake("borrowed", "{}.", failed("raised", says=_BORROWED))
+
+
 # 1, equal start
 
 
@@ -111,6 +115,7 @@ START = Exercise(
     start_spec, budget=(start_budget,), forbidden=("dtlab.parallel",), minutes=10, draw=pictures.start,
     hint="Which tensors does the model hold beside those that the optimizer gets?",
     mistakes=(
+        BORROWED,
         Mistake("no broadcast",
             "nothing was sent, so each rank keeps the values of its own seed: the replicas differ at step 0 and "
             "stay as far apart, because all take the same steps. The loss falls all the same, and with equal seeds "
@@ -139,6 +144,9 @@ START = Exercise(
         Mistake("forgets frozen parameters",
             "what is trained is equal, what is frozen is not: {}. No optimizer touches it, so it never becomes "
             "equal, and every gradient before it is wrong.", _only(_frozen)),
+        Mistake("sent twice",
+            "all is equal, but {}: a tied weight is one tensor with two names, and a model may hold many such.",
+            when(lambda e, _: start_budget(e.case, e.recording))),
         Mistake("forgets what no optimizer holds",
             "only trained parameters are equal; frozen ones and buffers are not: {}.",
             _only(lambda model: [*_frozen(model), *dict(model.named_buffers())])),
@@ -260,7 +268,8 @@ def _micro_means(ranks):
 
 
 def _has_nan(evidence, expected):
-    bad = [rank for rank in range(evidence.case.world_size) if not torch.isfinite(_theirs(evidence, rank)).all()]
+    is_bad = lambda rank: not torch.isfinite(_theirs(evidence, rank).sum() + float(evidence.results[rank]["loss"]))
+    bad = [rank for rank in range(evidence.case.world_size) if is_bad(rank)]
     return bool(bad) and f"{len(bad)} of {evidence.case.world_size} ranks"
 
 
@@ -268,6 +277,12 @@ def _every_micro_batch(evidence, expected):
     spent, allowed = moved(evidence.recording, 0), _gradient_bytes(evidence.case)
     most = max(map(len, evidence.case["batches"]))
     return most > 1 and spent >= (most - 0.5) * allowed and f"{spent / allowed:.2f} times the bytes of the gradients"
+
+
+def _rounded_loss(evidence, expected):
+    right = expected[0]["loss"]
+    return all(abs(float(theirs["loss"]) - right) < 1e-5 * abs(right) for theirs in evidence.results) and (
+        not difference(_theirs(evidence), _right(expected)))
 
 
 def _own_loss(evidence, expected):
@@ -302,6 +317,7 @@ WEIGH = Exercise(
     weigh_cases, weigh, weigh_spec, budget=(weigh_budget,), forbidden=("dtlab.parallel",), minutes=20,
     draw=pictures.weigh, hint="How many tokens are there, and who knows that number?",
     mistakes=(
+        BORROWED,
         Mistake("divides by no tokens",
             "NaN on {}: somebody divides 0 by 0. A rank or a micro-batch without tokens adds nothing; with full "
             "batches it never happens, with padded ones it takes every rank along.", when(_has_nan)),
@@ -336,6 +352,9 @@ WEIGH = Exercise(
         Mistake("reduces every micro-batch",
             "the result may be right, but {} are moved: a reduction after every micro-batch. Gradients add up in "
             ".grad; they need to travel once a step.", when(_every_micro_batch)),
+        Mistake("loss in float32",
+            "the gradients are right, and the loss to seven digits: it was rounded to float32 on its way, as is a "
+            "tensor made of a Python number. Of tokens, float32 counts only 16 million.", when(_rounded_loss)),
         Mistake("loss of one rank",
             "the gradients are right, but the loss is not that of all tokens: {}. A mean of the ranks' numbers is "
             "no mean over tokens either.", when(_own_loss)),
