@@ -3,23 +3,10 @@ import json
 
 import pytest
 import toy_lab
+from toy_lab import code, notebook
 
 from dtlab.checks import evidence
 from dtlab.checks import exercise as exercises
-
-
-def code(source, *tags, **more):
-    return {"cell_type": "code", "metadata": {"tags": list(tags)} if tags else {}, "source": source, "outputs": [],
-            "execution_count": None, **more}
-
-
-def notebook(*cells, minor=5):
-    cells = [cell if isinstance(cell, dict) else code(cell) for cell in cells]
-    for number, cell in enumerate(cells):
-        if minor >= 5:
-            cell.setdefault("id", f"cell-{number}")
-    return {"cells": cells, "metadata": {"kernelspec": {"name": "conda-env-x-py", "display_name": "X"}},
-            "nbformat": 4, "nbformat_minor": minor}
 
 
 @pytest.fixture

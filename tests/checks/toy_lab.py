@@ -40,7 +40,7 @@ def ref_double(x):
 
 
 def one_call(case, recording):
-    calls = len(recording.communication())
+    calls = recording.communication()["calls"].sum()
     return None if calls <= case.world_size else f"{calls} calls were made, and {case.world_size} are enough"
 
 
@@ -63,7 +63,7 @@ EXERCISES = (
     ),
 )  # fmt: skip
 
-GIVEN = "import torch\nimport torch.distributed as dist"
+GIVEN = "import torch\nimport torch.distributed as dist\nimport toy_lab\n\ntoy_lab.register()  # on the rank too"
 STUBS = {
     "lab90.1": '# Exercise lab90.1\ndef double(x):\n    raise NotImplementedError("Exercise 90.1: return twice x")',
     "lab90.2": '# Exercise lab90.2\ndef total(x):\n    raise NotImplementedError("Exercise 90.2: sum twice x")',
@@ -79,3 +79,17 @@ RIGHT = {
 
 def register():
     exercises.LABS["lab90"] = __name__
+
+
+def code(source, *tags, **more):
+    return {"cell_type": "code", "metadata": {"tags": list(tags)} if tags else {}, "source": source, "outputs": [],
+            "execution_count": None, **more}
+
+
+def notebook(*cells, minor=5):
+    cells = [cell if isinstance(cell, dict) else code(cell) for cell in cells]
+    for number, cell in enumerate(cells):
+        if minor >= 5:
+            cell.setdefault("id", f"cell-{number}")
+    return {"cells": cells, "metadata": {"kernelspec": {"name": "conda-env-x-py", "display_name": "X"}},
+            "nbformat": 4, "nbformat_minor": minor}
