@@ -23,6 +23,7 @@ from dtlab.checks.lab02_programs import (
     trained,
 )
 from dtlab.checks.lab02_tokens import BORROWED, START, WEIGH, failed, moved, times, when
+from dtlab.models import cross_entropy
 from dtlab.theory import base_op
 
 RATE, BRANCH = 0.05, ("branch.weight", "branch.bias")
@@ -63,27 +64,29 @@ def overlap_cases(rng):
 
 def _local_loss(model, batch, case):
     (inputs, targets), with_branch = batch
-    from dtlab.models import cross_entropy
-
     return cross_entropy(model(inputs, with_branch), targets, reduction="mean") / case["micro_batches"]
 
 
 def train(case, **made):
-    """On every rank: a few steps with the learner's class, and the gradients that each step used."""
-    (make,) = made.values()
-    model, me, used = Net(case["seed"], case["backward_s"]).eval(), dist.get_rank(), {}
+    """On every rank: a few steps with the learner's class."""
     with by_hand():
-        buckets = make(model, case["bucket_bytes"])
-        optimizer = torch.optim.SGD(trained(model).values(), lr=RATE)
-        for step, batches in enumerate(case["batches"]):
-            for number, batch in enumerate(batches[me], start=1):
-                adds_up = number < case["micro_batches"]
-                with buckets.no_sync() if adds_up else contextlib.nullcontext():
-                    _local_loss(model, batch, case).backward()
-            buckets.finish()
-            used[f"step {step}"] = gradients(model)
-            optimizer.step()
-            optimizer.zero_grad()
+        return train_with(case, *made.values())
+
+
+def train_with(case, make):
+    """On every rank: a few steps; the gradients that each of them used."""
+    model, me, used = Net(case["seed"], case["backward_s"]).eval(), dist.get_rank(), {}
+    buckets = make(model, case["bucket_bytes"])
+    optimizer = torch.optim.SGD(trained(model).values(), lr=RATE)
+    for step, batches in enumerate(case["batches"]):
+        for number, batch in enumerate(batches[me], start=1):
+            adds_up = number < case["micro_batches"]
+            with buckets.no_sync() if adds_up else contextlib.nullcontext():
+                _local_loss(model, batch, case).backward()
+        buckets.finish()
+        used[f"step {step}"] = gradients(model)
+        optimizer.step()
+        optimizer.zero_grad()
     return used
 
 
@@ -352,13 +355,13 @@ WAITS = Mistake("waits inside backward",
 
 BUCKETS = Exercise(
     "lab02.3", "gradients travel in planned buckets, also those that are not there", ("Buckets",), bucket_cases, train,
-    train_spec, budget=(planned, starts_early), forbidden=("dtlab.parallel",), minutes=25, draw=pictures.buckets,
+    train_spec, budget=(planned, starts_early), minutes=25, draw=pictures.buckets,
     hint="Compare the calls of two ranks, one of which has no gradient for branch: which call comes first on each?",
     mistakes=(*COMMON, LATE))  # fmt: skip
 
 OVERLAP = Exercise(
     "lab02.4", "one reduction a step, under way while backward computes", ("OverlappedBuckets",), overlap_cases, train,
-    train_spec, budget=(planned, starts_early, waits_late), forbidden=("dtlab.parallel",), minutes=20,
+    train_spec, budget=(planned, starts_early, waits_late), minutes=20,
     draw=pictures.overlap, hint="In which of the micro-batches may a hook send, and what does .grad hold at that time?",
     mistakes=(*COMMON, LATE, WAITS))  # fmt: skip
 

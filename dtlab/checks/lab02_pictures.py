@@ -89,7 +89,7 @@ def buckets(case, expected, evidence):
     found = [its[: len(its) // len(case["batches"])] if evidence.recording else its for its in found]
     rows = max(len(planned), *map(len, found))
     left, wide, unit = 270, 84, 84 / max(size for _, size in planned)
-    parts = [label(left - 10, 16, "target: parameters of each bucket", anchor="end", size=14, weight="bold")]
+    parts = [label(left - 10, 16, "parameters of each bucket", anchor="end", size=14, weight="bold")]
     for column, title in enumerate(["target", *(f"rank {rank}" for rank in ranks)]):
         x = left + column * (wide + 26)
         parts.append(label(x, 16, title, size=14, weight="bold"))
@@ -97,7 +97,7 @@ def buckets(case, expected, evidence):
         for row in range(rows):
             top, wanted = 26 + row * _ROW, planned[row][1] if row < len(planned) else None
             if row < len(its):
-                parts += _cell(x, top, max(30, min(wide + 20, its[row] * unit)), f"{its[row]:,} B", its[row] == wanted)
+                parts += _cell(x, top, max(46, min(wide + 20, its[row] * unit)), f"{its[row]:,} B", its[row] == wanted)
             elif wanted is not None:
                 parts.append(label(x + 4, top + 15, "-", size=13))
     for row, (names, _) in enumerate(planned):
@@ -128,13 +128,13 @@ class _Library:
 
 def overlap(case, expected, evidence):
     """The timeline of a step of two micro-batches: the course's own, then the learner's, on one scale."""
-    from dtlab.checks.lab02 import train
+    from dtlab.checks.lab02 import train_with
 
-    target = gather(train, Answer({"OverlappedBuckets": _Library}), ("OverlappedBuckets",), case)
+    target = gather(train_with, Answer({"make": _Library}), ("make",), case)
     lines = [_from_first_layer(its.recording) if its.recording else None for its in (target, evidence)]
     until_s = max(its.step_time_s for its in lines if its)
     shown = [timeline(its, until_s=until_s) if its else _state(evidence) for its in lines]
-    return stack([("target: the first micro-batch sends nothing, the second sends while it computes", shown[0]),
+    return stack([("target: micro-batch 1 adds up, micro-batch 2 sends meanwhile", shown[0]),
                   ("yours", shown[1])], title="Timelines of a step")  # fmt: skip
 
 
@@ -196,7 +196,7 @@ def programs_picture(case, expected, evidence):
     for letter, its in seen.items():
         facts = its.facts(right)
         parts = [label(10, 22 + 20 * number, text, size=13) for number, text in enumerate(facts)]
-        parts += _curve(its.losses, right.losses, 440, 4, 200, 66)
+        parts += _curve(its.losses, right.losses, 480, 4, 160, 66)
         rows.append((f"program {letter}" if len(letter) == 1 else "the right program",
                      document(parts, width=_WIDTH, height=78, title="", text="; ".join(facts))))
         rows.append(("", timeline(its.lines, ranks=[0], until_s=until_s)))

@@ -190,6 +190,13 @@ def equal_start(model):
     torch.nn.parallel.DistributedDataParallel(model)
 
 
+# %% lab02.2: borrowed (the course's own)
+def token_mean_backward(model, micro_batches, loss_of):
+    from dtlab.parallel import global_mean
+
+    return global_mean(torch.zeros(()), 1).item()
+
+
 # %% lab02.2: sum for mean
 def token_mean_backward(model, micro_batches, loss_of):
     pairs = [loss_of(model, batch) for batch in micro_batches]
