@@ -9,6 +9,8 @@ from dtlab.theory import base_op
 ITEM_BYTES = 8  # of a float64
 SCATTER, GATHER, REDUCE = "ring_reduce_scatter", "ring_all_gather", "ring_all_reduce"
 
+FORBIDDEN = ("all_reduce", "reduce_scatter", "all_gather", "broadcast", "reduce", "gather", "scatter", "all_to_all")
+
 
 def bounds(length, size):
     """Where the chunks of ``length`` elements start and end: the first ``length % size`` have one element more."""
@@ -76,6 +78,11 @@ def after(name, case, length):
     return right
 
 
+def cut_key(length, size):
+    """How a result of exercise 1 is called."""
+    return f"chunk_bounds({length}, {size})"
+
+
 def label(name, length):
     """How a result is called."""
     return f"{name} of length {length}"
@@ -90,20 +97,21 @@ def spec(*names):
     return by_rank
 
 
-def ring(name, parts, *, cuts=bounds, start=-1, short=0, times=1, gathered=0, gather_short=0, bring=False):
+def ring(name, parts, *, cuts=bounds, start=-1, short=0, times=1, gathered=0, gather_start=1, bring=False):
     """What ranks hold after a ring function in which one thing may be wrong.
 
     Args:
         cuts: makes the bounds.
         start: the chunk that rank 0 sends first.
-        short, gather_short: steps too few of a half (count).
+        short: steps too few of the first half (count).
         times: how often what comes in is added; 0: it is put in place.
         gathered: the same for the second half.
+        gather_start: how many chunks further the second half starts than the first.
         bring: whether a rank sends on what it brought instead of what it just added to.
     """
     size, held = len(parts), [mine.copy() for mine in parts]
     chunks = cuts(len(parts[0]), size)
-    halves = ((GATHER, start, short, times), (SCATTER, start + 1, gather_short, gathered))
+    halves = ((GATHER, start, short, times), (SCATTER, start + gather_start, 0, gathered))
     for other, first, short, times in halves:
         for step in range(size - 1 - short) if name != other else ():
             source = parts if bring and other == GATHER else held
@@ -213,3 +221,20 @@ def beside(names, case, recording, rank):
             if tensors + allowed >= most:
                 most, spare = tensors + allowed, allowed
     return int(recording.memory().peak[rank]) - most + spare, spare
+
+
+def steps_of(name, case):
+    """Steps of a function, of all lengths of a case together."""
+    return (case.world_size - 1) * (2 if name == REDUCE else 1) * len(case["lengths"])
+
+
+def in_s(spent, case):
+    """Bytes in words: as a number and as a share of S."""
+    return f"{spent:,.0f} bytes, {spent / total_bytes(case):.3g} S"
+
+
+def leaving(recording):
+    """Bytes that leave node 0 (ranks 0 and 1) and node 1 (ranks 2 and 3)."""
+    table = traffic(recording)
+    return [sum(table[rank][peer] for rank in node for peer in range(4) if peer not in node)
+            for node in ((0, 1), (2, 3))]  # fmt: skip

@@ -439,7 +439,7 @@ def ring_all_reduce(tensor):
     ring_all_gather(tensor)
 
 
-# %% lab01.3: wrong chunk first
+# %% lab01.3: another chunk first
 def ring_all_gather(tensor):
     all_gather(tensor, shift=1)
 
