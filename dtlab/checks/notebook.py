@@ -3,6 +3,7 @@
 Given code comes from the pristine lab. An exercise that uses earlier ones gets the learner's if they pass, else the
 reference, and says so.
 """
+import ast
 import json
 import re
 from dataclasses import replace
@@ -84,13 +85,30 @@ def _key(cell):
     return found.group(1) if found else None
 
 
+def definitions(source):
+    """Imports, functions, classes and constants of a cell of the lab; what else it does is for the notebook."""
+    try:
+        body = ast.parse(source).body
+    except SyntaxError:  # a magic
+        return ""
+    kinds = ast.Import, ast.ImportFrom, ast.FunctionDef, ast.ClassDef
+    kept = [node for node in body if isinstance(node, kinds) or isinstance(node, ast.Assign) and _is_plain(node.value)]
+    return "\n".join(ast.unparse(node) for node in kept)
+
+
+def _is_plain(value):
+    """Whether it is a lambda, or made of numbers and texts alone."""
+    plain = ast.Constant, ast.List, ast.Tuple, ast.Dict, ast.Set, ast.UnaryOp, ast.expr_context, ast.unaryop
+    return isinstance(value, ast.Lambda) or all(isinstance(node, plain) for node in ast.walk(value))
+
+
 class Submission:
     """One learner's notebook of one lab."""
 
     def __init__(self, lab, path, course=None, verdicts=None):
         self.path, self.known = Path(path), exercises.exercises(lab)
         unsolved = load(pristine(lab, course))
-        self.given = [(f"given code {number}", cell["source"]) for number, cell in enumerate(unsolved["cells"], 1)
+        self.given = [("given code", definitions(cell["source"])) for cell in unsolved["cells"]
                       if "given" in cell["metadata"]["tags"]]  # fmt: skip
         self.cells = exercise_cells(load(path), unsolved)
         self.verdicts = dict(verdicts or {})  # key -> Verdict
@@ -110,19 +128,32 @@ class Submission:
                                            f"the line `# Exercise {key}`")  # fmt: skip
         if self.is_caught_up(key):
             return Verdict(key, "reference", note="put there by catch-up")
-        references, source = dict(exercise.references), list(self.given)
-        for before, names in exercises.earlier(exercise):
-            references.update(names)
-            if self.check(before.key).state == "passed":
+        references = {name: one for each in self.known.values() for name, one in each.references.items()}
+        stand_ins, source = dict(exercise.references), list(self.given)
+        for before in self._used_by(exercise):
+            names = {name: references[name] for name in before.names if name in references}
+            if names and self.check(before.key).state != "passed":
+                stand_ins.update(names)
+            elif before.key in self.cells:
                 source.append((f"exercise {before.key}", self.cells[before.key][-1]["source"]))
-                references = {name: one for name, one in references.items() if name not in names}
+                stand_ins = {name: one for name, one in stand_ins.items() if name not in names}
         source.append((f"exercise {key}", mine[-1]["source"]))
-        answer = Answer({}, tuple(source), references)
-        notes = [exercises.stand_in_note(references)]
+        answer, notes = Answer({}, tuple(source), stand_ins), [exercises.stand_in_note(stand_ins)]
         if len(mine) > 1:
             notes.append(f"{len(mine)} cells begin with `# Exercise {key}`: the last one counts")
         return replace(exercises.judge(exercise, answer, shown_chars=0), note="; ".join(filter(None, notes)))
 
+    def _used_by(self, exercise):
+        """Earlier exercises whose names an exercise's cell has in it, or whose references it declares, in order."""
+        text, used = self.cells[exercise.key][-1]["source"], []
+        declared = {before.key for before, _ in exercises.earlier(exercise)}
+        before_it = list(self.known.values())[: list(self.known).index(exercise.key)]
+        for before in reversed(before_it):
+            if before.key in declared or any(re.search(rf"\b{name}\b", text) for name in before.names):
+                used.insert(0, before)
+                text += "\n" + self.cells.get(before.key, [{"source": ""}])[-1]["source"]
+        return used
+
     def is_caught_up(self, key):
-        """Whether the cell of an exercise is what catch-up has put there; its tag stays when a learner writes over it."""
+        """Whether a cell is what catch-up has put there; its tag stays when a learner writes over it."""
         return "checks.reference(" in self.cells[key][-1]["source"]

@@ -6,6 +6,7 @@ import toy_lab
 from dtlab.checks import evidence
 from dtlab.checks.evidence import Answer
 from dtlab.checks.exercise import find, judge
+from dtlab.checks.notebook import definitions
 from dtlab.ranks.nursery import nursery
 
 pytestmark = pytest.mark.ranks
@@ -13,7 +14,7 @@ pytestmark = pytest.mark.ranks
 
 def verdict_on(key, text, shown_chars=0):
     exercise = find(key)
-    cells = (("given", toy_lab.GIVEN), (f"exercise {key}", text))
+    cells = (("given", definitions(toy_lab.GIVEN)), (f"exercise {key}", text))
     return judge(exercise, Answer({}, cells, dict(exercise.references)), shown_chars=shown_chars)
 
 

@@ -23,7 +23,7 @@ KILLS_THE_JUDGE = DOUBLE + ("import os, psutil\n    for one in psutil.Process().
 @pytest.fixture
 def grade(course, tmp_path, monkeypatch):
     """Grades ``tmp_path / "all"``: rows by (submission, exercise), and the page."""
-    toy = "import toy_lab; toy_lab.register()\ngrading.judge()"
+    toy = "import toy_lab\ngrading.judge()"
     program = grading.JUDGE[2].replace("grading.judge()", toy)
     monkeypatch.setattr(grading, "JUDGE", [sys.executable, "-c", f"import sys; sys.path.append({HERE!r})\n{program}"])
 

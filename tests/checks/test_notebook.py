@@ -5,7 +5,7 @@ import pytest
 import toy_lab
 from toy_lab import code, notebook
 
-from dtlab.checks.notebook import Submission, exercise_cells, load, pristine
+from dtlab.checks.notebook import Submission, definitions, exercise_cells, load, pristine
 from dtlab.errors import ConfigError
 
 ONE, OTHER = toy_lab.RIGHT["lab90.1"], "# Exercise lab90.1\ndef double(x):\n    return 'other'"
@@ -88,3 +88,20 @@ def test_an_exercise_stands_alone_with_a_reference(course, write):
     verdict = mine.check("lab90.2")
     assert verdict.state == "passed" and "with the reference of double" in verdict.note
     assert mine.check("lab90.1").state == "not yet"
+
+
+@pytest.mark.ranks
+def test_an_exercise_may_build_on_the_learners_own_of_an_earlier_one(course, write):
+    mine = Submission("lab90", write(_3="# Exercise lab90.3\ndef first(x):\n    return int(double(x + 1) / 2)\n"
+                                        "def second(x):\n    return x + 2"), course)  # fmt: skip
+    assert mine.check("lab90.3").state == "passed" and mine.check("lab90.3").note == ""
+    other = Submission("lab90", write(_1="# Exercise lab90.1\ndef double(x):\n    return x", _3="# Exercise lab90.3\n"
+                       "def first(x):\n    return int(double(x + 1) / 2)\ndef second(x):\n    return x + 2"), course)
+    assert "with the reference of double" in other.check("lab90.3").note
+
+
+def test_given_cells_give_their_definitions_and_do_nothing_else():
+    source = "import math\nN = 4\nf = lambda x: x\nranks = dtlab.launch(N)\nprint(N)\ndef g(x):\n    return N\nraise E"
+    assert definitions(source).splitlines() == [
+        "import math", "N = 4", "f = lambda x: x", "def g(x):", "    return N"]
+    assert definitions("%%ranks\nx = 1") == ""

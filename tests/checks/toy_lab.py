@@ -1,4 +1,4 @@
-"""Lab 90, a toy: small exercises for the tests of checks, registered by ``register()``."""
+"""Lab 90, a toy: small exercises for the tests of checks."""
 import torch
 
 from dtlab.checks import Case, Exercise, Mistake
@@ -63,7 +63,7 @@ EXERCISES = (
     ),
 )  # fmt: skip
 
-GIVEN = "import torch\nimport torch.distributed as dist\nimport toy_lab\n\ntoy_lab.register()  # on the rank too"
+GIVEN = "import torch\nimport torch.distributed as dist\nimport toy_lab\n\n1 / 0"
 STUBS = {
     "lab90.1": '# Exercise lab90.1\ndef double(x):\n    raise NotImplementedError("Exercise 90.1: return twice x")',
     "lab90.2": '# Exercise lab90.2\ndef total(x):\n    raise NotImplementedError("Exercise 90.2: sum twice x")',
@@ -75,10 +75,6 @@ RIGHT = {
     "lab90.2": "# Exercise lab90.2\ndef total(x):\n    x = double(x)\n    dist.all_reduce(x)\n    return x",
     "lab90.3": "# Exercise lab90.3\ndef first(x):\n    return x + 1\ndef second(x):\n    return x + 2",
 }
-
-
-def register():
-    exercises.LABS["lab90"] = __name__
 
 
 def code(source, *tags, **more):
@@ -93,3 +89,6 @@ def notebook(*cells, minor=5):
             cell.setdefault("id", f"cell-{number}")
     return {"cells": cells, "metadata": {"kernelspec": {"name": "conda-env-x-py", "display_name": "X"}},
             "nbformat": 4, "nbformat_minor": minor}
+
+
+exercises.LABS["lab90"] = __name__  # also in a judge, and on a rank
