@@ -174,9 +174,11 @@ class _Seen:
         events = [e for e in recording.events[0] if e.op == "sleep" or e.kind == "issue"]
         first = next(number for number, event in enumerate(events) if event.op == "sleep")
         self.bytes = sum(e.bytes for e in events[first:])
+        order = ["i" if e.kind == "issue" else e.phase["name"][0] for e in events[first:]]
+        self.to_come = order[order.index("i") :].count("b")
 
     def facts(self, right):
-        """Four lines of numbers beside those of the right program."""
+        """Lines of numbers beside those of the right program."""
         times = [float(its @ right.gradients[0] / (right.gradients[0] @ right.gradients[0])) for its in self.gradients]
         off = [float((its - scale * right.gradients[0]).norm() / right.gradients[0].norm())
                for its, scale in zip(self.gradients, times)]
@@ -185,11 +187,12 @@ class _Seen:
         factor = "exactly" if max(off) < 1e-6 else "not one factor" if one else "by rank"
         return [f"gradient of step 0: {said} the right one, {factor}",
                 f"replicas apart: {self.apart[0]:.2f} at the start, {self.apart[1]:.2f} after {programs.STEPS} steps",
-                f"bytes in calls of a step: {self.bytes / right.bytes:.2f} times those of the right program"]
+                f"bytes in calls of a step: {self.bytes / right.bytes:.2f} times those of the right program",
+                f"layers whose backward is still to come when the first call starts: {self.to_come}"]
 
 
 def programs_picture(case, expected, evidence):
-    """The right program and the six others: three numbers, the loss, the timeline of rank 0 in a step."""
+    """The right program and the six others: four numbers, the loss, the timeline of rank 0 in a step."""
     seen, rows = programs_seen(), []
     right = seen["right"]
     until_s = max(its.lines.step_time_s for its in seen.values())
@@ -198,7 +201,7 @@ def programs_picture(case, expected, evidence):
         parts = [label(10, 22 + 20 * number, text, size=13) for number, text in enumerate(facts)]
         parts += _curve(its.losses, right.losses, 480, 4, 160, 66)
         rows.append((f"program {letter}" if len(letter) == 1 else "the right program",
-                     document(parts, width=_WIDTH, height=78, title="", text="; ".join(facts))))
+                     document(parts, width=_WIDTH, height=90, title="", text="; ".join(facts))))
         rows.append(("", timeline(its.lines, ranks=[0], until_s=until_s)))
     return stack(rows, title="Six programs and the right one")
 
@@ -213,7 +216,7 @@ def _curve(losses, right, x, y, width, height):
             f'<polyline points="{place(right)}" fill="none" stroke="{COLOURS["params"]}" stroke-dasharray="5 4"/>',
             f'<polyline points="{place(losses)}" fill="none" stroke="#0072B2" stroke-width="2.5"/>',
             label(x - 6, y + 12, f"{top:.2f}", anchor="end"), label(x - 6, y + height, f"{low:.2f}", anchor="end"),
-            label(x + width, y + 10, "loss; dashed: right", anchor="end")]  # fmt: skip
+            label(x + width, y + height + 14, "loss; dashed: right", anchor="end")]  # fmt: skip
 
 
 def stack(rows, *, title):

@@ -114,12 +114,12 @@ SIGNS = {  # what each of them looks like
     "mean of means": "Means of means give equal replicas the same gradient, which is no multiple of the right one.",
     "no broadcast": "Without a broadcast the replicas are apart before the first step.",
     "reduces every micro-batch": "That changes no value: two micro-batches would send 2.00 times the bytes.",
-    "sends after backward": "That changes neither values nor bytes: only in the timeline does no call begin under a B.",
+    "sends after backward": "That changes no value and no byte, but no layer is to come when the first call starts.",
     "steps before wait": "Replicas would start equal, use another gradient on each rank, and be apart at the end.",
     "nothing wrong": "Then every number would be that of the right program, and the timeline too.",
 }
 LETTERS = "ABCDEF"
-STEPS, MICRO_BATCHES, SLEEP_S = 12, 2, 0.012
+STEPS, MICRO_BATCHES, SLEEP_S = 12, 2, 0.02
 
 
 def is_right(letter, choice):

@@ -21,12 +21,11 @@
 # Your functions run on the ranks. `rank` and `world_size` are there, as in the lessons.
 
 # %% name="imports" tags=["given"]
-import contextlib
+import contextlib  # noqa: F401 (exercise 4)
 import random
 
 import torch
 import torch.distributed as dist
-from torch import nn
 
 import dtlab
 from dtlab.checks.lab02_programs import Net, draw_batch, gradients, named_tensors, token_loss, trained
@@ -61,7 +60,7 @@ print("branch.weight.grad:", net.branch.weight.grad)
 
 # %% [markdown]
 # No hook was called for `branch`, and its `.grad` is None. Now let one rank skip a call because it has no gradient. This cell
-# fails on purpose. Read what it says: which rank waits, for whom, and in which line?
+# fails on purpose. Read what it says: which ranks, which tensors, which line?
 
 # %% name="deliberate-error" tags=["raises-exception"]
 def skips_what_is_missing():
@@ -319,8 +318,8 @@ dtlab.check("lab02.4")
 # ## Exercise 5: diagnose (10 min)
 #
 # Six programs train `Net` on four ranks, two micro-batches a step, later ranks with more tokens. Each has one mistake. You see them
-# only from outside: the gradient of the first step beside the right one, how far the replicas are apart, the bytes, the loss,
-# and the timeline of rank 0 in one step. Name each mistake with one of:
+# only from outside: the gradient of the first step beside the right one, how far the replicas are apart, the bytes, when
+# the first call starts, the loss, and the timeline of rank 0 in one step. Name each mistake with one of:
 #
 # `sum for mean`, `averaged twice`, `mean of means`, `no broadcast`, `reduces every micro-batch`, `sends after backward`,
 # `steps before wait`, `nothing wrong`.
@@ -347,13 +346,13 @@ dtlab.check("lab02.5")
 
 # %% [markdown]
 # <details><summary>Hint 1: where to look</summary>
-# Three numbers first. Which programs have all three right? Those differ in time only.</details>
+# The numbers first. Which programs have right gradients and equal replicas? Those differ in what they send, and when.</details>
 # <details><summary>Hint 2: which numbers</summary>
 # An exact factor names the number of ranks. No single factor: another weighting. Replicas apart at the start, or only
 # at the end: two different mistakes. Bytes: how often it sends.</details>
 # <details><summary>Hint 3: the timeline</summary>
-# Does a green box begin before the orange ones of that micro-batch end? Is there green in both micro-batches? Where does the
-# optimizer's step stand?</details>
+# Does a green box begin before the orange ones of that micro-batch end? Is there green in both micro-batches? When your
+# machine is busy, boxes stretch: trust their order, not their length.</details>
 #
 # ## Stretch
 #
