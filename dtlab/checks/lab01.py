@@ -1,9 +1,13 @@
 """Lab 01: a ring all-reduce of any length in place, in its exact bytes; two nodes; what is known to go wrong."""
+from dataclasses import replace
+
 import torch
 
+from dtlab.checks import lab01_pictures as pictures
+from dtlab.checks import lab01_programs as programs
 from dtlab.checks import lab01_serial as serial
 from dtlab.checks.evidence import Case
-from dtlab.checks.exercise import Exercise
+from dtlab.checks.exercise import Exercise, Mistake
 from dtlab.checks.lab01_mistakes import CUT_MISTAKES, NODE_MISTAKES, ring_mistakes
 from dtlab.checks.lab01_serial import FORBIDDEN, GATHER, REDUCE, SCATTER, in_s, leaving, sent, sent_bytes, total_bytes
 from dtlab.errors import ConfigError
@@ -74,7 +78,7 @@ def in_place(case, **functions):
 def _cuts(rng):
     drawn = [(rng.randrange(20, 400), rng.randrange(3, 12)) for _ in range(8)]
     traps = [(7, 4), (10, 4), (5, 3), (6, 6), (5, 1), (1, 2), (3, 4), (1, 4), (0, 3)]
-    tries = {"lengths that divide": [(8, 4), (9, 3), (4, 1)], "every length": [*traps, *drawn],
+    tries = {"short lengths": [(8, 4), (10, 4), (3, 4)], "every length": [*traps, *drawn],
              "a length of 10**12": [(10**12 + rng.randrange(1, 1023), 1024)]}  # fmt: skip
     return [Case(1, name, {"pairs": pairs}) for name, pairs in tries.items()]
 
@@ -117,7 +121,7 @@ def _ring(key, title, names, minutes, hint, references, **more):
     cases = serial.cases((4, 8), (4, 7), (3, 1, 2, 7, 8), (2, 1, 7, 8), (1, 1, 7), (4, 1, 3, 10, None))
     return Exercise(key, title, names, cases, in_place, serial.spec(*names), forbidden=FORBIDDEN,
                     budget=(ring_traffic(*names), one_chunk(*names)), mistakes=ring_mistakes(*names),
-                    hint=hint, references=references, minutes=minutes, **more)  # fmt: skip
+                    hint=hint, references=references, minutes=minutes, draw=pictures.ring, **more)  # fmt: skip
 
 
 # exercise 4
@@ -130,9 +134,26 @@ def between_nodes(case, recording):
     return over[0] if over else None
 
 
+# exercise 5
+
+
+def diagnose(case, diagnosis):
+    """On the rank: which letters are named rightly."""
+    if not isinstance(diagnosis, dict) or any(diagnosis.get(its) in (None, "", "?") for its in programs.LETTERS):
+        raise NotImplementedError("Exercise 1.5: give each letter one of the choices")
+    return {its: "named" if programs.is_right(its, diagnosis[its]) else f"not {diagnosis[its]!r}"
+            for its in programs.LETTERS}  # fmt: skip
+
+
+def _misnamed(evidence, _):
+    letter, found = next((its, found) for its, found in evidence.results[0].items() if found != "named")
+    sign = programs.SIGNS.get(found[5:-1], f"That is none of the choices: {', '.join(programs.CHOICES)}.")
+    return f"program {letter} is something else. {sign} Look at its picture again."
+
+
 EXERCISES = (
     Exercise("lab01.1", "chunk bounds for any length and n", ("chunk_bounds",), _cuts, cut, _right_cuts,
-             mistakes=CUT_MISTAKES, minutes=10,
+             mistakes=CUT_MISTAKES, minutes=10, draw=pictures.cuts,
              hint="write the sizes of 7 elements on 4 ranks in a row: how many chunks have one element more, and how "
                   "many elements stand before chunk r?"),
     _ring("lab01.2", "ring reduce-scatter in place, any length", (SCATTER,), 20,
@@ -144,6 +165,12 @@ EXERCISES = (
     Exercise("lab01.4", "two nodes of two ranks: at most 1 S leaves a node", (NODES,),
              serial.cases((4, 8), (4, 7), (4, 1, 3, 10, None)), in_place, serial.spec(NODES), forbidden=FORBIDDEN,
              budget=(between_nodes,), mistakes=NODE_MISTAKES, replicated=True, minutes=15,
+             draw=pictures.nodes,
              references={"chunk_bounds": serial.bounds},
              hint="what is the least that node 1 must learn of node 0? Make that inside the node first"),
+    Exercise("lab01.5", "six programs, seen from outside", ("diagnosis",),
+             lambda rng: [Case(1, "diagnosis", {"lengths": [7], "seed": 1})], diagnose,
+             lambda case: [dict.fromkeys(programs.LETTERS, "named")], minutes=10,
+             draw=lambda case, *_: pictures.diagnosis(replace(case, world_size=4)),
+             mistakes=(Mistake("another mistake", "{}", _misnamed),)),
 )  # fmt: skip
