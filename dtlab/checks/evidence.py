@@ -165,7 +165,7 @@ def _in_short(text):
 
 
 def _on_rank(program, answer, names, case):
-    _limit_memory()
+    limit_memory(LIMIT_BYTES + _THREAD_BYTES * torch.get_num_threads())
     try:
         return _plain(program(case, **answer.on_rank(names)), [_RESULT_BYTES])
     except (MemoryError, RuntimeError) as error:
@@ -194,18 +194,16 @@ def _plain(value, room):
     return Foreign(f"a value of type {type(value).__name__}")
 
 
-def _limit_memory():
-    """So that a memory bomb fails in its own process; where the system has no such limit, nothing."""
-    try:
+def limit_memory(more_bytes):
+    """Let this process take no more than this beyond what it has; where the system has no such limit, nothing."""
+    with contextlib.suppress(ImportError, ValueError, OSError):
         import resource
 
         import psutil
-    except ImportError:
-        return
-    most = psutil.Process().memory_info().vms + LIMIT_BYTES + _THREAD_BYTES * torch.get_num_threads()
-    _, hard = resource.getrlimit(resource.RLIMIT_AS)
-    most = most if hard == resource.RLIM_INFINITY else min(most, hard)
-    resource.setrlimit(resource.RLIMIT_AS, (most, most))
+
+        most, (_, hard) = psutil.Process().memory_info().vms + more_bytes, resource.getrlimit(resource.RLIMIT_AS)
+        most = most if hard == resource.RLIM_INFINITY else min(most, hard)
+        resource.setrlimit(resource.RLIMIT_AS, (most, hard))
 
 
 class _Deadline:

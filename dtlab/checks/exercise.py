@@ -72,7 +72,8 @@ class Verdict:
 
     Attributes:
         key: ``"lab01.2"``.
-        state: "passed", "not yet", "failed", or "reference" where ``dtlab catch-up`` has put one.
+        state: "passed", "not yet", "failed"; "reference" where ``dtlab catch-up`` has put one; in a grade also
+            "not judged", for reasons that are not the learner's.
         text: what was shown, or why it is not so.
         mistake: name of a known mistake.
         note: what else is to be known: a reference stood in for an earlier exercise.

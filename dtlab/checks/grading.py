@@ -21,6 +21,7 @@ from dataclasses import asdict
 from pathlib import Path
 
 from dtlab.checks import notebook
+from dtlab.checks.evidence import limit_memory
 from dtlab.checks.exercise import LABS, Verdict, exercises
 from dtlab.errors import ConfigError, DtlabError
 
@@ -183,27 +184,16 @@ def judge():
     request, out = json.load(sys.stdin), os.fdopen(os.dup(1), "w")
     os.dup2(2, 1)
     nursery().wait_ready()  # before the limit, which the ranks' own process would inherit
-    _limit_memory()
+    limit_memory(JUDGE_BYTES)
     done = {key: Verdict(**verdict) for key, verdict in request["done"].items()}
     submission = notebook.Submission(request["lab"], request["path"], request["course"], done)
     for key in request["keys"]:
         try:
             verdict = submission.check(key)
         except Exception as error:
-            verdict = Verdict(key, "failed", f"it could not be judged ({type(error).__name__}: {error})")
+            verdict = Verdict(key, "not judged", f"{type(error).__name__}: {error}")
         print(json.dumps(asdict(verdict)), file=out, flush=True)
     os._exit(0)
-
-
-def _limit_memory():
-    try:
-        import resource
-
-        import psutil
-    except ImportError:
-        return
-    most = psutil.Process().memory_info().vms + JUDGE_BYTES
-    resource.setrlimit(resource.RLIMIT_AS, (most, resource.getrlimit(resource.RLIMIT_AS)[1]))
 
 
 def _passed(verdicts):
@@ -223,7 +213,7 @@ def _write_table(rows, out):
 
 def _page(rows):
     """The instructor's page: how many passed each exercise, which known mistakes how often, who needs help."""
-    states = ("passed", "reference", "not yet", "failed")
+    states = ("passed", "reference", "not yet", "failed", "not judged")
     by_exercise, mistakes, people = {}, Counter(), {}
     for name, lab, verdict in rows:
         by_exercise.setdefault(verdict.key or "not readable", Counter())[verdict.state] += 1

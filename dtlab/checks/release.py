@@ -14,7 +14,7 @@ SHIPPED = ("dtlab", "notebooks", "labs", "tests", "benchmarks", ".ci", ".github"
 KEPT_BACK = ("labs/*/solution.py", "labs/INSTRUCTORS.md", "tests/labs")
 PUBLIC = ("dtlab/parallel", "notebooks/[0-9]*")  # what a learner may read: the library, and the lessons
 _JUNK = shutil.ignore_patterns("__pycache__", ".ipynb_checkpoints", "*.egg-info", ".pytest_cache", ".dtlab.json")
-_LEAST_CHARS = 24  # of a line without its blanks; shorter ones are trivial
+_LEAST_CHARS = 16  # of a line without its blanks; shorter ones are trivial
 
 
 def release(target, course):
@@ -53,8 +53,8 @@ def release(target, course):
 def secret_lines(course):
     """Lines of the solutions that tell something: squeezed (no blanks) -> as written.
 
-    Trivial, and left out: comments, docstrings, imports, signatures and bare ``return``s; lines with fewer than 24
-    characters besides blanks; lines that the library or a lesson shows anyhow.
+    Trivial, and left out: comments, docstrings, imports and signatures; lines with fewer than 16 characters besides
+    blanks; lines that the library or a lesson shows anyhow.
     """
     public = [_squeezed(path) for pattern in PUBLIC for path in _files(course, pattern)]
     lines = {}

@@ -1,4 +1,8 @@
 """The learners' copy has no solution, and a copy that had one is not made."""
+import subprocess
+import sys
+from pathlib import Path
+
 import pytest
 
 from dtlab.checks.release import leaks, release, secret_lines
@@ -11,7 +15,7 @@ import torch
 def double(x, group=None,
            another=None):
     """Twice a tensor, as everybody knows who reads this long line."""
-    if x.numel() == 0:
+    if len(x) == 0:
         return x
     total = torch.stack([x, x]).sum(dim=0)  # a comment that is long enough to be told
     both = torch.cat([x, x], dim=0).contiguous()
@@ -78,3 +82,15 @@ def test_a_leak_is_seen_in_a_copy_made_by_hand(sources, tmp_path):
     (tmp_path / "copy").mkdir()
     (tmp_path / "copy" / "a.py").write_text(SOLUTION)
     assert leaks(secret_lines(sources), tmp_path / "copy") == [("a.py", SECRET)]
+
+
+@pytest.mark.ranks
+def test_this_course_has_no_leak_and_its_copy_works(tmp_path):
+    lines, files = release(tmp_path / "copy", Path(__file__).resolve().parents[2])
+    assert lines > 40 and files > 100
+    assert not [*(tmp_path / "copy").glob("labs/*/solution.py"), *(tmp_path / "copy").glob("**/lab0*_wrong.py")]
+    program = ("from dtlab.cli import bootstrap, labs, working_copies\nfrom dtlab.examine import doctor\n"
+               "working_copies.make_all()\nprint(labs.check(['lab02', '--exercise', '1']), bool(doctor().findings))")
+    reply = subprocess.run([sys.executable, "-c", program], cwd=tmp_path / "copy", capture_output=True, text=True)
+    assert "lab02.1   not yet" in reply.stdout and "1 True" in reply.stdout, reply.stdout + reply.stderr
+    assert (tmp_path / "copy" / "work" / "labs" / "lab02_data_parallel" / "lab.result.json").exists()
