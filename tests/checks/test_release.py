@@ -15,6 +15,8 @@ import torch
 def double(x, group=None,
            another=None):
     """Twice a tensor, as everybody knows who reads this long line."""
+    rank, size = dist.get_rank(), dist.get_world_size(group)
+    everybody_adds_up(x, group)
     if len(x) == 0:
         return x
     total = torch.stack([x, x]).sum(dim=0)  # a comment that is long enough to be told
