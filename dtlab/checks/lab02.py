@@ -1,188 +1,25 @@
 """Lab 02, data parallel: its five exercises, what they may spend, and the mistakes that they know by name."""
-import contextlib
-import re
-
-import torch
-import torch.distributed as dist
-
 from dtlab.checks import lab02_pictures as pictures
 from dtlab.checks.compare import difference, ratio
 from dtlab.checks.evidence import Case
 from dtlab.checks.exercise import Exercise, Mistake
-from dtlab.checks.lab02_programs import (
-    CHOICES,
-    CLOCKS,
-    LETTERS,
-    SIGNS,
-    Net,
-    by_hand,
-    draw_batch,
-    flat,
-    gradients,
-    is_right,  # fmt: skip
-    trained,
+from dtlab.checks.lab02_buckets import (
+    BRANCH,
+    bucket_cases,
+    calls,
+    listed,
+    mean_gradients,
+    overlap_cases,
+    plan,
+    planned,
+    sizes,  # fmt: skip
+    starts_early,
+    train,
+    train_spec,
+    waits_late,
 )
-from dtlab.checks.lab02_tokens import BORROWED, START, WEIGH, failed, moved, times, when
-from dtlab.models import cross_entropy
-from dtlab.theory import base_op
-
-RATE, BRANCH = 0.05, ("branch.weight", "branch.bias")
-
-
-def _case(rng, size, name, bucket_bytes, *, steps=2, micro_batches=1, branch=lambda step, rank, number: True,
-          backward_s=0.0):
-    """A case of training steps; ``branch`` says which batches take the model's branch."""
-    batches = [[[(draw_batch(rng, 3, 5), branch(step, rank, number)) for number in range(micro_batches)]
-                for rank in range(size)] for step in range(steps)]
-    everywhere = all(taken for step in batches for its in step for _, taken in its)
-    return Case(size, name, {"seed": rng.randrange(10**6), "bucket_bytes": bucket_bytes, "batches": batches,
-                             "micro_batches": micro_batches, "backward_s": backward_s, "everywhere": everywhere})
-
-
-def bucket_cases(rng):
-    missing = rng.randrange(3)
-    return [
-        _case(rng, 2, "buckets of at most 100 bytes", 100),
-        _case(rng, 1, "a bucket for each parameter", 1),
-        _case(rng, 4, "drawn buckets", rng.choice([64, 96, 130, 170])),
-        _case(rng, 3, "no gradient for branch on one rank", 100, steps=1, branch=lambda s, r, _: r != missing),
-        _case(rng, 2, "no gradient for branch on any rank", 100, branch=lambda *_: False),
-        _case(rng, 4, "one bucket, another rank without branch each step", 10**6, branch=lambda s, r, _: r != 3 - s),
-    ]
-
-
-def overlap_cases(rng):
-    other = rng.randrange(4)
-    return [
-        _case(rng, 2, "one step of two micro-batches", 100, steps=1, micro_batches=2, backward_s=0.03),
-        _case(rng, 3, "three micro-batches", 100, micro_batches=3),
-        _case(rng, 1, "two micro-batches", 64, micro_batches=2),
-        _case(rng, 4, "branch in the first micro-batch only, and on one rank never", rng.choice([64, 96, 130]),
-              micro_batches=2, branch=lambda s, r, number: number == 0 and r != (other + s) % 4),
-    ]
-
-
-def _local_loss(model, batch, case):
-    (inputs, targets), with_branch = batch
-    return cross_entropy(model(inputs, with_branch), targets, reduction="mean") / case["micro_batches"]
-
-
-def train(case, **made):
-    """On every rank: a few steps with the learner's class."""
-    with by_hand():
-        return train_with(case, *made.values())
-
-
-def train_with(case, make):
-    """On every rank: a few steps; the gradients that each of them used."""
-    model, me, used = Net(case["seed"], case["backward_s"]).eval(), dist.get_rank(), {}
-    buckets = make(model, case["bucket_bytes"])
-    optimizer = torch.optim.SGD(trained(model).values(), lr=RATE)
-    for step, batches in enumerate(case["batches"]):
-        for number, batch in enumerate(batches[me], start=1):
-            adds_up = number < case["micro_batches"]
-            with buckets.no_sync() if adds_up else contextlib.nullcontext():
-                _local_loss(model, batch, case).backward()
-        buckets.finish()
-        used[f"step {step}"] = gradients(model)
-        optimizer.step()
-        optimizer.zero_grad()
-    return used
-
-
-def _mean_gradients(case, model, step, numbers=slice(None), ranks=None):
-    """The mean over the ranks of what each has from the micro-batches ``numbers`` of a step."""
-    ranks = range(case.world_size) if ranks is None else ranks
-    for rank in ranks:
-        for batch in case["batches"][step][rank][numbers]:
-            (_local_loss(model, batch, case) / len(ranks)).backward()
-    found = gradients(model)
-    model.zero_grad()
-    return found
-
-
-def train_spec(case):
-    model, used = Net(case["seed"]).eval(), {}
-    for step in range(len(case["batches"])):
-        used[f"step {step}"] = its = _mean_gradients(case, model, step)
-        with torch.no_grad():
-            for name, parameter in trained(model).items():
-                parameter -= RATE * its[name]
-    return [used] * case.world_size
-
-
-# what the recording shows
-
-
-def plan(case, backwards=True):
-    """Parameter names and bytes of each bucket, in order."""
-    parts, its = [], list(trained(Net(0)).items())
-    for name, parameter in reversed(its) if backwards else its:
-        if not parts or parts[-1][1] + parameter.nbytes > case["bucket_bytes"]:
-            parts.append(([], 0))
-        parts[-1] = [*parts[-1][0], name], parts[-1][1] + parameter.nbytes
-    return parts
-
-
-def _sizes(case, backwards=True):
-    return [size for _, size in plan(case, backwards)]
-
-
-def calls(recording, rank):
-    """Bytes of each all_reduce of a rank, in order."""
-    return [e.bytes for e in recording.events[rank] if e.kind == "issue" and base_op(e.op) == "all_reduce"]
-
-
-def rhythm(recording, rank):
-    """What a rank did, a letter each: ``b`` backward of a clock, ``i`` an all_reduce starts, ``w`` it is waited for."""
-    letters = []
-    for e in recording.events[rank]:
-        if e.op == "sleep" and e.phase.get("name") == "backward":
-            letters.append("b")
-        elif e.kind in ("issue", "wait") and base_op(e.op) == "all_reduce":
-            letters.append(e.kind[0])
-    return "".join(letters)
-
-
-def _last_passes(case, recording):
-    """Of each rank and step, the rhythm of the backward pass that sends, up to its last clock."""
-    for rank in recording.ranks:
-        its = re.findall(rf"[iw]*(?:b[iw]*){{{CLOCKS}}}", rhythm(recording, rank))
-        for one in its[case["micro_batches"] - 1 :: case["micro_batches"]]:
-            yield rank, one[: one.rindex("b")]
-
-
-def planned(case, recording):
-    """One call a bucket and step, in the order of backward."""
-    right = _sizes(case) * len(case["batches"])
-    for rank in recording.ranks:
-        found = calls(recording, rank)
-        if found != right:
-            return f"rank {rank} calls all_reduce with {_list(found)} bytes, planned is {_list(right)}"
-    spent = max(moved(recording, rank) for rank in recording.ranks)
-    return f"a rank moves {times(spent, sum(right))}" if spent > sum(right) else None
-
-
-def starts_early(case, recording):
-    """The first bucket leaves while backward still computes (where all gradients are there, and there are more)."""
-    late = [rank for rank, before in _last_passes(case, recording) if "i" not in before]
-    if late and case["everywhere"] and len(plan(case)) > 1:
-        return f"on rank {late[0]} the first all_reduce starts after the last layer's backward, so nothing is hidden"
-    return None
-
-
-def waits_late(case, recording):
-    """Nobody waits while backward still computes."""
-    for rank, before in _last_passes(case, recording):
-        if "w" in before:
-            return f"rank {rank} waits {before.count('w')} times inside backward, which stands still meanwhile"
-    return None
-
-
-def _list(sizes):
-    more = f" ... ({len(sizes)} calls)" if len(sizes) > 12 else ""
-    return ", ".join(map(str, sizes[:12])) + more if sizes else "no"
-
+from dtlab.checks.lab02_programs import CHOICES, LETTERS, SIGNS, Net, flat, is_right, times, trained
+from dtlab.checks.lab02_tokens import BORROWED, START, WEIGH, failed, when
 
 # known mistakes
 
@@ -212,7 +49,7 @@ def _equal_to(value, partly=False):
 
 
 def _own(case, model, rank):
-    return _mean_gradients(case, model, 0, ranks=[rank])
+    return mean_gradients(case, model, 0, ranks=[rank])
 
 
 def _factor(wanted):
@@ -243,13 +80,13 @@ def _calls_are(test):
 
 
 def _never_flushed(case, found):
-    planned_calls = _sizes(case) * len(case["batches"])
+    planned_calls = sizes(case) * len(case["batches"])
     return 0 < len(found) < len(planned_calls) and f"{len(found)} of {len(planned_calls)}"
 
 
 def _more_bytes(case, found):
     frozen = sum(p.nbytes for p in Net(0).parameters() if not p.requires_grad)
-    return sum(found) == (sum(_sizes(case)) + frozen) * len(case["batches"]) and f"{frozen} bytes"
+    return sum(found) == (sum(sizes(case)) + frozen) * len(case["batches"]) and f"{frozen} bytes"
 
 
 def _one_a_parameter(case, found):
@@ -258,12 +95,12 @@ def _one_a_parameter(case, found):
 
 
 def _by_arrival(case, found):
-    right, back = (_sizes(case, backwards) * len(case["batches"]) for backwards in (True, False))
-    return sorted(found) == sorted(right) and found not in (right, back) and f"{_list(found)} bytes"
+    right, back = (sizes(case, backwards) * len(case["batches"]) for backwards in (True, False))
+    return sorted(found) == sorted(right) and found not in (right, back) and f"{listed(found)} bytes"
 
 
 def _each_micro_batch(case, found):
-    right = sum(_sizes(case)) * len(case["batches"])
+    right = sum(sizes(case)) * len(case["batches"])
     return case["micro_batches"] > 1 and sum(found) == case["micro_batches"] * right and times(sum(found), right)
 
 
@@ -278,8 +115,8 @@ COMMON = (
         "a frozen parameter gets no gradient, so autograd takes no hook for it: only what is trained belongs into a"
         " bucket.", failed("raised", says=r"that doesn't require")),
     Mistake("tensors compared by value",
-        "{}: a tensor was looked for in a list with `in`, which compares numbers, element by element. Two tensors "
-        "are the same parameter if they are one object; a set or a dict asks for that.",
+        "a tensor was looked for in a list with `in`, which compares numbers, element by element. Two tensors are "
+        "the same parameter if they are one object; a set or a dict asks for that.",
         failed("raised", says=r"The size of tensor a|Boolean value of Tensor")),
     Mistake("reads before wait",
         "a bucket is read or written while its all_reduce is under way. With small tensors it often goes well, and "
@@ -290,8 +127,9 @@ COMMON = (
         "sent. With a gradient for each parameter nothing shows it.",
         failed("hang", says=r"rank \d+ never made that call")),
     Mistake("buckets shifted",
-        "the ranks' buckets hold different parameters: {}. What goes into which bucket, and the order of the "
-        "buckets, must not depend on which gradients arrive.", failed("guard", says=SIZES_DIFFER)),
+        "the ranks' buckets hold different parameters, so that their calls do not fit. What goes into which bucket,"
+        " and the order of the buckets, must not depend on which gradients arrive.",
+        failed("guard", says=SIZES_DIFFER)),
     Mistake("hook before accumulation",
         "a gradient is read by a hook that runs before it stands in .grad, which is still None then.",
         failed("raised", says="NoneType")),
@@ -308,23 +146,22 @@ COMMON = (
         "no bucket was sent: every rank steps with its own gradient. On one rank that is right, and on more the "
         "loss falls all the same.", _calls_are(lambda case, found: not found)),
     Mistake("reduces every micro-batch",
-        "{}: the buckets go out after each micro-batch. The mean of sums is right each time, so only the bytes show"
-        " it.", _calls_are(_each_micro_batch)),
+        "{}: the buckets go out after each micro-batch. The values may come out right: only the bytes tell for "
+        "sure.", _calls_are(_each_micro_batch)),
     Mistake("forgets what no_sync added up",
         "{}: a parameter that the last micro-batch does not use has a gradient all the same, from the ones before. "
         "It is in .grad, and was counted as zero.", when(_added_up)),
     Mistake("forgets missing gradients",
         "{}: on a rank without a gradient of its own the mean must stand in .grad afterwards all the same, or this "
-        "replica steps differently. With a gradient everywhere nothing shows it.",
-        when(_only_branch)),
+        "replica steps differently. With a gradient everywhere nothing shows it.", when(_only_branch)),
     Mistake("only the last micro-batch",
         "the gradient is that of the last micro-batch: what no_sync added up in .grad before is left out. With one "
         "micro-batch a step nothing shows it.",
-        _equal_to(lambda case, model, _: _mean_gradients(case, model, 0, slice(-1, None)))),
+        _equal_to(lambda case, model, _: mean_gradients(case, model, 0, slice(-1, None)))),
     Mistake("hook before accumulation",
         "{}: what was sent lacks the gradient that had just arrived. The hook ran before it was added to .grad. If "
         "there was one from an earlier pass, that one was sent.",
-        _equal_to(lambda case, model, _: _mean_gradients(case, model, 0, slice(None, -1)), partly=True)),
+        _equal_to(lambda case, model, _: mean_gradients(case, model, 0, slice(None, -1)), partly=True)),
     Mistake("bucket never flushed",
         "{} all_reduces were called: what is left at the end of backward in a bucket that is not full was not sent."
         " When the sizes happen to fit, nothing is left.", _calls_are(_never_flushed)),
@@ -343,7 +180,7 @@ COMMON = (
     Mistake("buckets in forward order",
         "the buckets are planned from the first parameter on. Backward starts with the last one: the first bucket "
         "is full only at the end, and the others wait behind it.",
-        _calls_are(lambda case, found: found == _sizes(case, False) * len(case["batches"]))),
+        _calls_are(lambda case, found: found == sizes(case, False) * len(case["batches"]))),
 )  # fmt: skip
 LATE = Mistake("sends after backward",
     "the values and the bytes are right, but the first bucket leaves only when backward has ended. No value shows "
@@ -373,14 +210,14 @@ def diagnose(case, diagnosis):
     """On the rank: which letters are named rightly."""
     if not isinstance(diagnosis, dict) or any(diagnosis.get(letter) in (None, "", "?") for letter in LETTERS):
         raise NotImplementedError("Exercise 2.5: fill in one of the choices for each letter")
-    return {its: "named" if is_right(its, diagnosis[its]) else f"not {diagnosis[its]!r}" for its in LETTERS}
+    return {its: "named" if is_right(its, diagnosis[its]) else f"not {diagnosis[its]}" for its in LETTERS}
 
 
 def _misnamed(evidence, _expected):
     for letter, found in evidence.results[0].items():
-        choice = found.removeprefix("not ").strip("'\"")
+        choice = found.removeprefix("not ")
         if found != "named":
-            sign = SIGNS.get(choice, f"that is none of the choices: {', '.join(CHOICES)}")
+            sign = SIGNS.get(choice, f"{choice!r} is none of the choices: {', '.join(CHOICES)}")
             return f"{letter} is something else. {sign}"
     return False
 

@@ -82,8 +82,6 @@ def weigh(case, expected, evidence):
 
 def buckets(case, expected, evidence):
     """The planned buckets and the all_reduces that each rank made in the first step."""
-    from dtlab.checks.lab02 import calls, plan
-
     planned, ranks = plan(case), range(case.world_size)
     found = [calls(evidence.recording, rank) if evidence.recording else [] for rank in ranks]
     found = [its[: len(its) // len(case["batches"])] if evidence.recording else its for its in found]
@@ -128,8 +126,6 @@ class _Library:
 
 def overlap(case, expected, evidence):
     """The timeline of a step of two micro-batches: the course's own, then the learner's, on one scale."""
-    from dtlab.checks.lab02 import train_with
-
     target = gather(train_with, Answer({"make": _Library}), ("make",), case)
     lines = [_from_first_layer(its.recording) if its.recording else None for its in (target, evidence)]
     until_s = max(its.step_time_s for its in lines if its)

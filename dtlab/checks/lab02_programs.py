@@ -104,6 +104,16 @@ def by_hand():
         raise RuntimeError("dtlab.parallel is what this lab builds")
 
 
+def moved(recording, rank):
+    """Bytes of the buffers that a rank hands to its calls."""
+    return sum(e.bytes for e in recording.events[rank] if e.kind == "issue")
+
+
+def times(spent, allowed):
+    """What was spent beside what may be."""
+    return f"{spent:,} bytes where {allowed:,} do, {spent / allowed:.3g} times as many"
+
+
 # the last exercise: programs that are seen from outside
 
 CHOICES = ("sum for mean", "averaged twice", "mean of means", "no broadcast", "reduces every micro-batch",

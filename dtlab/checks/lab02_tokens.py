@@ -15,9 +15,11 @@ from dtlab.checks.lab02_programs import (
     draw_batch,
     flat,
     gradients,
+    moved,
     named_tensors,
+    times,
     token_loss,
-    trained,  # fmt: skip
+    trained,
 )
 
 
@@ -34,18 +36,9 @@ def failed(*kinds, says=""):
     return seen
 
 
-def moved(recording, rank):
-    """Bytes of the buffers that a rank hands to its calls."""
-    return sum(e.bytes for e in recording.events[rank] if e.kind == "issue")
-
-
-def times(spent, allowed):
-    """What was spent beside what may be."""
-    return f"{spent:,} bytes where {allowed:,} do, {spent / allowed:.3g} times as many"
-
-
-BORROWED = Mistake("borrowed", "{}: write it with the collectives of torch.distributed.",
-                   failed("raised", says=r"(torch's DistributedDataParallel|dtlab.parallel) is what this lab builds"))
+BORROWED = Mistake("borrowed",
+    "{}: write it with the collectives of torch.distributed.",
+    failed("raised", says=r"(torch's DistributedDataParallel|dtlab.parallel) is what this lab builds"))
 
 
 # 1, equal start
@@ -78,7 +71,7 @@ def start_budget(case, recording):
     allowed = sum(tensor.nbytes for tensor in named_tensors(Net(0)).values())
     spent = max(moved(recording, rank) for rank in recording.ranks)
     if case.world_size > 1 and spent > allowed:
-        return f"a rank moves {times(spent, allowed)}: each tensor once, a tied one too"
+        return f"a rank moves {times(spent, allowed)}: each tensor once"
     return None
 
 
@@ -124,8 +117,8 @@ START = Exercise(
             "every rank broadcasts from itself, so nobody gives anything to the others. On one rank that is right; "
             "on more, all must name the same source.", failed("guard", says=r"(?i)root|source|src")),
         Mistake("parameters replaced",
-            "{} is another tensor than before. An optimizer or a hook made earlier holds the old one and trains "
-            "what the model no longer uses. Change the values, keep the tensor.",
+            "these are other tensors than before: {}. An optimizer or a hook made earlier holds the old one and "
+            "trains what the model no longer uses. Change the values, keep the tensor.",
             when(lambda e, _: ", ".join(e.results[-1]["replaced"][:3]))),
         Mistake("requires_grad changed",
             "the trained parameters are no longer the same: {}. Equal values are not enough: what was frozen stays "
@@ -133,17 +126,17 @@ START = Exercise(
             when(lambda e, x: ", ".join({*e.results[-1]["trained"]} ^ {*x[0]["trained"]}))),
         Mistake("another source",
             "rank 0's own values changed ({}): all ranks are to get what rank 0 has, not an average, nor another "
-            "rank's. An average of random weights is smaller than any of them.", when(_another_source)),
+            "rank's. An average of random weights is too small for a start.", when(_another_source)),
         Mistake("state_dict only",
             "{} differs: a buffer with persistent=False stands in no state_dict, and the model computes with it all"
             " the same.", _only(lambda model: ["scale"])),
         Mistake("forgets buffers",
-            "the parameters are equal, the buffers are not: {}. Training in float32 on equal seeds does not show "
-            "it; in evaluation each rank normalises with numbers of its own.",
+            "the parameters are equal, the buffers are not: {}. With equal seeds nothing shows it, nor does the "
+            "loss; in evaluation each rank normalises with numbers of its own.",
             _only(lambda model: dict(model.named_buffers()))),
         Mistake("forgets frozen parameters",
             "what is trained is equal, what is frozen is not: {}. No optimizer touches it, so it never becomes "
-            "equal, and every gradient before it is wrong.", _only(_frozen)),
+            "equal, and every gradient that passes through it is wrong.", _only(_frozen)),
         Mistake("sent twice",
             "all is equal, but {}: a tied weight is one tensor with two names, and a model may hold many such.",
             when(lambda e, _: start_budget(e.case, e.recording))),

@@ -56,10 +56,14 @@ class Buckets:
             self._send_next()
 
     def _send_next(self):
+        # .grad holds the sum of all micro-batches, also where the last one had nothing to add
         parts = [torch.zeros_like(p) if p.grad is None else p.grad for p in self.plan[len(self.sent)]]
         flat = torch.cat([part.flatten() for part in parts])
-        dist.all_reduce(flat)
+        self._reduce(flat)
         self.sent.append(flat)
+
+    def _reduce(self, flat):
+        dist.all_reduce(flat)
 
     def finish(self):
         """After backward: send what has not left, put the means into .grad, be ready for the next step."""
@@ -73,23 +77,13 @@ class Buckets:
 
 
 # Exercise lab02.4
-class OverlappedBuckets:
+class OverlappedBuckets(Buckets):
     """Buckets that are on their way while backward computes; one reduction a step."""
 
     def __init__(self, model, bucket_bytes):
         """Plan the buckets and register the hooks."""
-        self.plan, room, self.adds_up = [], 0, False
-        for parameter in reversed([p for p in model.parameters() if p.requires_grad]):
-            if not self.plan or parameter.nbytes > room:
-                self.plan.append([])
-                room = bucket_bytes
-            self.plan[-1].append(parameter)
-            room -= parameter.nbytes
-            parameter.register_post_accumulate_grad_hook(self._gradient_is_there)
-        self._begin_step()
-
-    def _begin_step(self):
-        self.there, self.sent = set(), []  # parameters; (flat sum, handle), one of each bucket that has left
+        super().__init__(model, bucket_bytes)
+        self.adds_up = False
 
     @contextlib.contextmanager
     def no_sync(self):
@@ -101,28 +95,23 @@ class OverlappedBuckets:
             self.adds_up = before
 
     def _gradient_is_there(self, parameter):
-        if self.adds_up:
-            return
-        self.there.add(parameter)
-        while len(self.sent) < len(self.plan) and self.there.issuperset(self.plan[len(self.sent)]):
-            self._send_next()
+        if not self.adds_up:
+            super()._gradient_is_there(parameter)
 
-    def _send_next(self):
-        # .grad holds the sum of all micro-batches, also where the last one had nothing to add
-        parts = [torch.zeros_like(p) if p.grad is None else p.grad for p in self.plan[len(self.sent)]]
-        flat = torch.cat([part.flatten() for part in parts])
-        self.sent.append((flat, dist.all_reduce(flat, async_op=True)))
+    def _reduce(self, flat):
+        self.handles.append(dist.all_reduce(flat, async_op=True))
 
     def finish(self):
         """After the step's last backward: send what has not left, wait for all, put the means into .grad."""
         while len(self.sent) < len(self.plan):
             self._send_next()
-        for bucket, (flat, handle) in zip(self.plan, self.sent):
+        for handle in self.handles:
             handle.wait()
-            means = (flat / dist.get_world_size()).split([p.numel() for p in bucket])
-            for parameter, mean in zip(bucket, means):
-                parameter.grad = mean.view_as(parameter)
-        self._begin_step()
+        super().finish()
+
+    def _begin_step(self):
+        super()._begin_step()
+        self.handles = []
 
 
 # Exercise lab02.5

@@ -16,7 +16,7 @@
 # - Leave out torch's `DistributedDataParallel` and `dtlab.parallel`: they are what you build.
 # - A check runs your cell on new ranks, with inputs drawn anew, in float64. It compares values, then what the recording shows:
 #   bytes, calls, order. It knows the usual mistakes by name. Run it as often as you like.
-# - Each exercise stands alone: its cell holds all it needs beside the imports.
+# - Each exercise stands alone; the fourth may build on your third.
 #
 # Your functions run on the ranks. `rank` and `world_size` are there, as in the lessons.
 
@@ -89,7 +89,7 @@ ranks.run(skips_what_is_missing)
 #
 # The spec in one process: copy the first model into the others.
 
-# %% name="spec-1"
+# %% name="spec-1" tags=["given"]
 def equal_start_in_one_process(models):
     first = named_tensors(models[0])
     for model in models[1:]:
@@ -98,7 +98,8 @@ def equal_start_in_one_process(models):
 
 models = [Net(seed) for seed in range(3)]
 equal_start_in_one_process(models)
-print("equal:", all(torch.equal(named_tensors(m)[name], t) for m in models for name, t in named_tensors(models[0]).items()))
+pairs = [(named_tensors(model)[name], first) for model in models for name, first in named_tensors(models[0]).items()]
+print("equal:", all(torch.equal(tensor, first) for tensor, first in pairs))
 
 # %% name="exercise-1" tags=["exercise"]
 # Exercise lab02.1
@@ -139,7 +140,7 @@ dtlab.check("lab02.1")
 #
 # The spec in one process: it has all micro-batches of all ranks.
 
-# %% name="spec-2"
+# %% name="spec-2" tags=["given"]
 def token_mean_in_one_process(model, micro_batches_of_all_ranks, loss_of):
     pairs = [loss_of(model, batch) for its in micro_batches_of_all_ranks for batch in its]
     loss = sum(loss for loss, _ in pairs) / max(1, sum(tokens for _, tokens in pairs))
@@ -200,7 +201,7 @@ dtlab.check("lab02.2")
 #
 # The spec in one process: the mean of what each rank has alone.
 
-# %% name="spec-3"
+# %% name="spec-3" tags=["given"]
 def mean_of_ranks_in_one_process(model, losses_of_ranks):
     for loss in losses_of_ranks:
         (loss() / len(losses_of_ranks)).backward()  # .grad adds up; what is not there counts as zero
@@ -247,8 +248,8 @@ dtlab.check("lab02.3")
 # Now the buckets travel while backward computes on: a hook starts them and does not wait. And a step may have several
 # micro-batches: inside `no_sync()` backward only adds to `.grad`; the last one, outside, sends the sum.
 #
-# `OverlappedBuckets(model, bucket_bytes)` with `finish()` as before and the context manager `no_sync()`. Write the class whole, in
-# its cell: copy from your `Buckets` what stays. The loop:
+# `OverlappedBuckets(model, bucket_bytes)` with `finish()` as before and the context manager `no_sync()`. Write the class whole, or
+# as `class OverlappedBuckets(Buckets)` with what is different. The loop:
 #
 # ```python
 # for step in range(steps):
@@ -267,7 +268,7 @@ dtlab.check("lab02.3")
 #
 # The spec in one process: all micro-batches of all ranks, and one mean.
 
-# %% name="spec-4"
+# %% name="spec-4" tags=["given"]
 def accumulate_in_one_process(model, losses):
     """``losses[rank][number]()`` is the mean loss of a micro-batch."""
     count = sum(len(its) for its in losses)
