@@ -4,6 +4,7 @@ import re
 from dtlab.checks import lab02_programs as programs
 from dtlab.checks.compare import difference
 from dtlab.checks.evidence import Answer, gather
+from dtlab.checks.lab02_buckets import calls, plan, train_with
 from dtlab.plots.bars import Panel, bars
 from dtlab.plots.svg import COLOURS, box, document, label, line
 from dtlab.plots.timeline import timeline
@@ -128,8 +129,9 @@ def overlap(case, expected, evidence):
     """The timeline of a step of two micro-batches: the course's own, then the learner's, on one scale."""
     target = gather(train_with, Answer({"make": _Library}), ("make",), case)
     lines = [_from_first_layer(its.recording) if its.recording else None for its in (target, evidence)]
-    until_s = max(its.step_time_s for its in lines if its)
-    shown = [timeline(its, until_s=until_s) if its else _state(evidence) for its in lines]
+    until_s = max((its.step_time_s for its in lines if its), default=0)
+    shown = [timeline(drawn, until_s=until_s) if drawn else _state(its)
+             for drawn, its in zip(lines, (target, evidence))]
     return stack([("target: micro-batch 1 adds up, micro-batch 2 sends meanwhile", shown[0]),
                   ("yours", shown[1])], title="Timelines of a step")  # fmt: skip
 
