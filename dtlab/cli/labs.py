@@ -46,8 +46,11 @@ def _write_result(path, verdicts):
         old = {}
     new = {key: {**asdict(verdict), "checked": time.strftime("%Y-%m-%d %H:%M:%S")} for key, verdict in verdicts.items()}
     result = {"notebook": path.name, "exercises": dict(sorted({**old, **new}.items()))}
-    target.write_text(json.dumps(result, indent=1) + "\n", encoding="utf-8")
-    print(f"written: {_short(target)}")
+    try:
+        target.write_text(json.dumps(result, indent=1) + "\n", encoding="utf-8")
+        print(f"written: {_short(target)}")
+    except OSError as error:
+        print(f"not written: {_short(target)} ({error.strerror})")
 
 
 def reset(args):
