@@ -82,7 +82,8 @@ def _all_in(call):
     """Whether the ranks wait for each other, all in this call."""
     def seen(evidence, _):
         waits = [text for text in evidence.text.splitlines() if " waits in " in text]
-        return evidence.failed == "hang" and len(waits) > 1 and all(f" waits in {call}(" in text for text in waits)
+        circle = evidence.failed == "hang" and "wait for each other" in evidence.text
+        return circle and all(f" waits in {call}(" in text for text in waits)
     return seen
 
 
@@ -216,7 +217,7 @@ MESSAGES = (
             "handle. Elsewhere this gives wrong numbers on busy machines and right ones on quiet ones",
             _failed("guard", "nobody has called wait()")),
     Mistake("handle never awaited", "a handle was dropped without wait(), so nothing says that its message is through. "
-            "On a quiet machine the message is mostly there in time, and a test passes",
+            "Where gloo gives it up with its handle, the neighbour waits for ever; elsewhere a test mostly passes",
             _failed("guard", "dropped a handle")),
     Mistake("buffer that does not fit", "what one rank sends is not what the other makes room for. Chunks differ by "
             "one element where the ranks do not divide the length, and a new tensor is float32 unless told otherwise",

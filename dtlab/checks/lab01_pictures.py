@@ -54,7 +54,7 @@ def ring(case, expected, evidence):
         else:
             yours = holdings(None, _WORDS.get(evidence.failed, ""))
         pairs.append((f"{name}, target", target, "yours", yours))
-    return _beside(pairs, f"{case}: whose parts are added up in each chunk (sum of 3: chunk 3, finished)")
+    return _beside(pairs, f"{case}: the parts in each chunk (sum of 3: all of chunk 3)")
 
 
 def _shares(spent, case):

@@ -57,7 +57,7 @@ print("sent by rank 0:", recording.communication().query("rank == 0").wire_bytes
 print("peak on rank 0:", recording.memory().peak[0], "bytes")
 
 # %% [markdown]
-# Two numbers of 8 bytes were sent, and 5 were held, twice for a moment: the product `10.0 * rank + ...` makes a second tensor.
+# Two numbers of 8 bytes were sent, and 5 were held, for a moment twice: the sum `10.0 * rank + ...` makes a second tensor.
 #
 # Where ranks do not divide a length, chunks differ by one element. Here somebody receives every chunk into a buffer of one size.
 # This cell fails on purpose. Read what it says: which rank, which call, which two sizes?
@@ -73,8 +73,7 @@ def one_size_for_all():
 ranks.run(one_size_for_all)
 
 # %% [markdown]
-# The first chunk has two elements, and rank 1 made room for one. Without the guard, gloo stops the process of rank 1 or gives it half of
-# the message, as the machine pleases.
+# The first chunk has two elements, and rank 1 made room for one. Without the guard, gloo aborts the process of rank 1.
 #
 # ## Exercise 1: chunk bounds (10 min)
 #
