@@ -19,7 +19,8 @@ from dtlab.checks.lab02_buckets import (
     waits_late,
 )
 from dtlab.checks.lab02_programs import CHOICES, LETTERS, SIGNS, Net, flat, is_right, times, trained
-from dtlab.checks.lab02_tokens import BORROWED, START, WEIGH, failed, when
+from dtlab.checks.lab02_start import BORROWED, START, failed, when
+from dtlab.checks.lab02_tokens import WEIGH
 
 # known mistakes
 
