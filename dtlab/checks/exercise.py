@@ -154,7 +154,7 @@ def check(key, *functions):
         return answer
     verdict = judge(exercise, answer)
     _last[key] = answer.functions, verdict
-    return replace(verdict, note=stand_in_note(answer.references))
+    return with_note(verdict, answer.references)
 
 
 def picture(key, *functions):
@@ -205,10 +205,11 @@ def _stands(exercise):
     return verdict.state == "passed"
 
 
-def stand_in_note(references):
-    """The sentence that says which references were used; empty if none."""
+def with_note(verdict, references, *more):
+    """A Verdict that says which references stood in, where that matters."""
     names = ", ".join(sorted(references))
-    return f"with the reference of {names}: yours is not there or does not pass" if names else ""
+    used = f"with the reference of {names}: yours is not there or does not pass"
+    return replace(verdict, note="; ".join([used] * (bool(names) and verdict.state != "not yet") + [*more]))
 
 
 def judge(exercise, answer, rng=None, shown_chars=SHOWN_CHARS):

@@ -6,7 +6,6 @@ reference, and says so.
 import ast
 import json
 import re
-from dataclasses import replace
 from pathlib import Path
 
 from dtlab.checks import exercise as exercises
@@ -138,10 +137,9 @@ class Submission:
                 source.append((f"exercise {before.key}", self.cells[before.key][-1]["source"]))
                 stand_ins = {name: one for name, one in stand_ins.items() if name not in names}
         source.append((f"exercise {key}", mine[-1]["source"]))
-        answer, notes = Answer({}, tuple(source), stand_ins), [exercises.stand_in_note(stand_ins)]
-        if len(mine) > 1:
-            notes.append(f"{len(mine)} cells begin with `# Exercise {key}`: the last one counts")
-        return replace(exercises.judge(exercise, answer, shown_chars=0), note="; ".join(filter(None, notes)))
+        several = f"{len(mine)} cells begin with `# Exercise {key}`: the last one counts"
+        verdict = exercises.judge(exercise, Answer({}, tuple(source), stand_ins), shown_chars=0)
+        return exercises.with_note(verdict, stand_ins, *[several] * (len(mine) > 1))
 
     def _used_by(self, exercise):
         """Earlier exercises whose names an exercise's cell has in it, or whose references it declares, in order."""

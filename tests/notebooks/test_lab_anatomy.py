@@ -5,6 +5,7 @@ from pathlib import Path
 
 import nbformat
 import pytest
+from nbclient import NotebookClient
 
 from dtlab.checks.exercise import LABS, exercises
 from dtlab.checks.notebook import exercise_cells
@@ -107,6 +108,20 @@ def test_links_lead_somewhere(name):
 def test_no_line_of_code_is_long(name):
     code = [cell for cell in nbformat.read(BUILT[name][1], as_version=4).cells if cell.cell_type == "code"]
     assert [line for cell in code for line in cell.source.splitlines() if len(line) > 120] == []
+
+
+@pytest.mark.notebook
+@pytest.mark.ranks
+@pytest.mark.parametrize("name", BUILT)
+def test_an_unsolved_lab_runs_from_top_to_bottom(name, tmp_path, monkeypatch):
+    monkeypatch.setenv("PYTHONPATH", str(COURSE))
+    lab = nbformat.read(BUILT[name][1], as_version=4)
+    NotebookClient(lab, timeout=300, resources={"metadata": {"path": str(tmp_path)}}).execute()
+    told = {tag: [cell.outputs[-1].data for cell in lab.cells if tag in cell.metadata.get("tags", [])]
+            for tag in ("picture", "check")}  # fmt: skip
+    assert all("image/svg+xml" in shown for shown in told["picture"])
+    assert [shown["text/plain"].split("\n")[0] for shown in told["check"]] == [
+        f"{key}: not yet" for key in keys_of(name)]
 
 
 SMALL = '''# %% [markdown]
