@@ -49,7 +49,8 @@ def _keep_handles():
         kept.append(isend(*args, **kwargs))
         return kept[-1]
 
-    keeping.__code__ = keeping.__code__.replace(co_filename=distributed_c10d.__file__)  # reports name the learner's line
+    # so that reports name the learner's line
+    keeping.__code__ = keeping.__code__.replace(co_filename=distributed_c10d.__file__)
     torch.distributed.isend = distributed_c10d.isend = keeping
     return kept
 

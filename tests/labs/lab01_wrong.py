@@ -664,3 +664,17 @@ def two_node_all_reduce(tensor):
     exchange(theirs[mine], rank ^ 1, theirs[1 - mine], rank ^ 1)
     for half, other, its in zip(halves, theirs, parts[rank ^ 1].tensor_split(2)):
         half.copy_((other + half) + its)
+
+
+# %% lab01.5: another mistake
+diagnosis = {"A": "joined in order of arrival", "B": "whole tensors sent", "C": "nothing wrong",
+             "D": "remainder dropped", "E": "all send first", "F": "adds in the second half"}
+
+
+# %% lab01.5: another mistake (two exchanged)
+diagnosis = {"A": "adds in the second half", "B": "whole tensors sent", "C": "one neighbour after the other",
+             "D": "remainder dropped", "E": "all send first", "F": "joined in order of arrival"}
+
+
+# %% lab01.5: another mistake (no choice)
+diagnosis = dict.fromkeys("ABCDEF", "it is slow")
