@@ -16,6 +16,7 @@ class Reach:
     ratio: Callable
     compare: Callable
     bound: float
+    unit: str = "x"
 
     def is_met(self, ours, peer):
         return self.compare(self.ratio(ours, peer), self.bound)
@@ -34,6 +35,12 @@ def at_most(bound, text=None):
 def at_least(bound):
     """Ours is at least ``bound`` times the peer's (bandwidth)."""
     return Reach(f">= {bound:g}x", lambda ours, peer: ours / peer, operator.ge, bound)
+
+
+def within(percent):
+    """Ours, a prediction, is off by at most so much of the peer's, to either side."""
+    return Reach(f"within {percent:g} %", lambda ours, peer: 100 * (ours / peer - 1),
+                 lambda error, bound: abs(error) <= bound, percent, " %")  # fmt: skip
 
 
 @dataclass(frozen=True)

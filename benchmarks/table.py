@@ -36,9 +36,10 @@ def line(row, peer, samples, missing=None):
     if not samples.get(peer) or not samples.get("dtlab"):
         return row.what, ours, peer, "not measured", "-", said, "-"
     mine, other = statistics.median(samples["dtlab"]), statistics.median(samples[peer])
-    ratio = (reach or next(filter(None, row.peers.values()), times_faster(1))).ratio(mine, other)
+    measure = reach or next(filter(None, row.peers.values()), times_faster(1))
     met = "-" if reach is None else "yes" if reach.is_met(mine, other) else "no"
-    return row.what, ours, peer, figure(samples[peer], row.unit), f"{_digits(ratio)}x", said, met
+    ratio = f"{_digits(measure.ratio(mine, other))}{measure.unit}"
+    return row.what, ours, peer, figure(samples[peer], row.unit), ratio, said, met
 
 
 def text(lines):

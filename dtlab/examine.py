@@ -9,6 +9,7 @@ import importlib.util
 import os
 import platform
 import re
+import shutil
 import socket
 import sys
 from dataclasses import dataclass
@@ -86,158 +87,122 @@ def _version(package):
         return None
 
 
-def _ok(name, text):
-    return Finding(name, "ok", text)
-
-
-def _note(name, text, cure=""):
-    return Finding(name, "note", text, cure)
-
-
-def _problem(name, text, cure):
-    return Finding(name, "problem", text, cure)
-
-
-def system_finding(system=None, release=None) -> Finding:
+def system_finding() -> Finding:
     """Which system this is: ranks need Linux, WSL2 or (not tried) macOS."""
-    system, release = system or platform.system(), release or platform.release()
-    text = f"{system} {release}, {platform.machine()}"
+    system, release, processor = platform.system(), platform.release(), platform.machine()
+    text = f"{system} {release}, {processor}"
     if system == "Windows":
         cure = "install WSL2 (wsl --install), open Ubuntu there, clone and run make lab in it"
-        return _problem("system", text, f"ranks need Linux's processes: {cure}; until then the lessons can be read")
-    if system == "Darwin" and platform.machine() == "x86_64":
-        return _problem("system", text, "PyTorch 2.6 and newer has no Intel macOS build: use a Linux machine or Colab")
+        cure = f"ranks need Linux's processes: {cure}; until then the lessons can be read"
+        return Finding("system", "problem", text, cure)
+    if system == "Darwin" and processor == "x86_64":
+        cure = "PyTorch 2.6 and newer has no Intel macOS build: use a Linux machine or Colab"
+        return Finding("system", "problem", text, cure)
     if system == "Darwin":
-        cure = "each launch takes some 10 s, and so does replacing a rank that died"
-        return _note("system", text, f"not tried on macOS: ranks start by spawn, so {cure}")
-    return _ok("system", text + (", WSL2" if "microsoft" in release.lower() else ""))
+        cure = "not tried on macOS: each launch takes some 10 s, and so does replacing a rank that died"
+        return Finding("system", "note", text, cure)
+    return Finding("system", "ok", text + (", WSL2" if "microsoft" in release.lower() else ""))
 
 
-def _python(version=None) -> Finding:
-    version = version or sys.version_info
-    text = ".".join(map(str, version[:3]))
-    if tuple(version[:2]) < (3, 10):
-        return _problem("python", text, "dtlab needs Python 3.10 or newer: make lab PYTHON=python3.12")
-    return _ok("python", f"{text} ({sys.prefix})")
+def _python() -> Finding:
+    return Finding("python", "ok", f"{platform.python_version()} ({sys.prefix})")
 
 
-def _packages(version=_version) -> Finding:
-    found = {name: version(name) for name in ("torch", "numpy", "pandas", "cloudpickle", "psutil", "matplotlib")}
-    missing = [name for name, number in found.items() if number is None]
+def _installed(name, packages, cure):
+    """The versions of packages; a problem if one is missing."""
+    found = {package: _version(package) for package in packages}
+    missing = [package for package, version in found.items() if version is None]
     if missing:
-        return _problem("packages", f"not installed: {', '.join(missing)}", "make lab (or python3 -m dtlab lab)")
-    return _ok("packages", ", ".join(f"{name} {number}" for name, number in found.items()))
+        return Finding(name, "problem", f"not installed: {', '.join(missing)}", cure.format(" ".join(missing)))
+    return Finding(name, "ok", ", ".join(f"{package} {version}" for package, version in found.items()))
 
 
-def _numpy_bridge(convert=None) -> Finding:
-    """A tensor to numpy and back: fails when torch was built for numpy 1 and numpy 2 is installed."""
-    name, cure = "tensor.numpy()", 'this torch needs an older numpy: pip install "numpy<2"'
-    if convert is None:
-        if importlib.util.find_spec("torch") is None:
-            return _note(name, "not tried, torch is not installed")
-        import torch
+def _packages() -> Finding:
+    names = ("torch", "numpy", "pandas", "cloudpickle", "psutil", "matplotlib")
+    return _installed("packages", names, "make lab (or python3 -m dtlab lab)")
 
-        def convert():
-            return torch.from_numpy(torch.arange(3).numpy()).tolist()
+
+def _widgets() -> Finding:
+    if (_version("ipywidgets") or "8").startswith("7."):
+        return Finding("widgets", "problem", "ipywidgets 7 is too old", 'pip install "ipywidgets>=8.1"')
+    names = ("jupyterlab", "ipywidgets", "jupyterlab-widgets", "ipykernel")
+    cure = "questions and sliders will show as text: {} -m pip install {{}}, then reload the page"
+    return _installed("widgets", names, cure.format(Path(sys.executable).name))
+
+
+def _numpy_bridge() -> Finding:
+    """A tensor to numpy: fails when torch was built for numpy 1 and numpy 2 is installed."""
+    name = "tensor.numpy()"
+    if importlib.util.find_spec("torch") is None:
+        return Finding(name, "note", "not tried, torch is not installed")
+    import torch
 
     try:
-        return _ok(name, "round trip works") if convert() == [0, 1, 2] else _problem(name, "wrong values", cure)
+        torch.arange(3).numpy()
     except (RuntimeError, ImportError, TypeError) as error:
-        return _problem(name, (str(error).splitlines() or [""])[0], cure)
+        text = str(error).partition("\n")[0]
+        return Finding(name, "problem", text, 'this torch needs an older numpy: pip install "numpy<2"')
+    return Finding(name, "ok", "works")
 
 
-def _cores(usable=None, installed=None, quota=None) -> Finding:
-    usable = usable or machine.usable_cores()
-    installed, quota = installed or os.cpu_count() or usable, quota or machine.cgroup_cores()
+def _cores() -> Finding:
+    usable, there, quota = machine.usable_cores(), os.cpu_count() or 1, machine.cgroup_cores()
     text = f"{usable} core{'s' if usable > 1 else ''}"
-    if usable < installed:
-        why = f"a cgroup quota of {quota:g}" if quota else "the CPU affinity"
-        return _ok("cores", f"{text} usable of {installed} ({why})")
-    return _ok("cores", text)
+    if usable < there:
+        text += f" usable of {there} ({f'a cgroup quota of {quota:g}' if quota else 'the CPU affinity'})"
+    return Finding("cores", "ok", text)
 
 
-def _memory(available=None, total=None, limit=None) -> Finding:
-    available = machine.memory_available_bytes() if available is None else available
-    total = machine.memory_total_bytes() if total is None else total
+def _memory() -> Finding:
+    total, available, limit = machine.memory_bytes()
     if not total:
-        return _note("memory", "memory not known here")
-    limit, ranks = limit or machine.memory_limit_bytes(), machine.max_ranks(available)
+        return Finding("memory", "note", "memory not known here")
+    ranks = machine.max_ranks(available)
     text = f"{available / _GIB:.1f} GiB free of {total / _GIB:.1f} (room for {ranks} rank{'s' if ranks > 1 else ''})"
-    if limit and limit <= total:
+    if limit == total:
         text += ", cgroup limit"
     if ranks < 4:
-        cure = f"raise the container's limit, or set WORLD_SIZE = {min(ranks, 2)} in the import cell"
-        return _problem("memory", text, f"the lessons start 4 ranks of about 150 MB: close programs, {cure}")
-    return _ok("memory", text)
+        cure = "the lessons start 4 ranks of about 150 MB: close programs, raise the container's limit, or set "
+        return Finding("memory", "problem", text, f"{cure}WORLD_SIZE = {min(ranks, 2)} in the import cell")
+    return Finding("memory", "ok", text)
 
 
-def _shared_memory(size=None) -> Finding:
+def _shared_memory() -> Finding:
     """Ranks do not use /dev/shm; the workers of a DataLoader do."""
-    size = size or machine.shared_memory_bytes()
-    if size is None:
-        return _ok("/dev/shm", "not there, and ranks do not need it")
-    total, free = size
-    text = f"{free / _MIB:.0f} MiB free of {total / _MIB:.0f}"
-    if free < 256 * _MIB:
-        cure = "docker run --shm-size=1g (Kubernetes: an emptyDir with medium Memory on /dev/shm)"
-        return _note("/dev/shm", f"{text}: ranks do not need it, the workers of a torch DataLoader do", cure)
-    return _ok("/dev/shm", text)
-
-
-def _loopback(connect=None) -> Finding:
     try:
-        (connect or _connect_to_self)()
-        return _ok("loopback", "127.0.0.1 answers")
+        usage = shutil.disk_usage("/dev/shm")
+    except OSError:  # macOS, Windows
+        return Finding("/dev/shm", "ok", "not there, and ranks do not need it")
+    text = f"{usage.free / _MIB:.0f} MiB free of {usage.total / _MIB:.0f}"
+    if usage.free < 256 * _MIB:
+        text += ": ranks do not need it, the workers of a torch DataLoader do"
+        cure = "docker run --shm-size=1g (Kubernetes: an emptyDir with medium Memory on /dev/shm)"
+        return Finding("/dev/shm", "note", text, cure)
+    return Finding("/dev/shm", "ok", text)
+
+
+def _loopback() -> Finding:
+    try:
+        with socket.create_server(("127.0.0.1", 0)) as server:
+            socket.create_connection(server.getsockname(), timeout=2).close()
     except OSError as error:
         cure = "ranks talk over it: sudo ip link set lo up, or let the firewall pass loopback"
-        return _problem("loopback", f"127.0.0.1 does not answer ({error})", cure)
+        return Finding("loopback", "problem", f"127.0.0.1 does not answer ({error})", cure)
+    return Finding("loopback", "ok", "127.0.0.1 answers")
 
 
-def _connect_to_self():
-    with socket.create_server(("127.0.0.1", 0)) as server:
-        socket.create_connection(server.getsockname(), timeout=2).close()
-
-
-def _host_name(resolve=socket.gethostbyname, name=None) -> Finding:
-    name = name or socket.gethostname()
-    try:
-        return _ok("host name", f"{name} is {resolve(name)}")
-    except OSError:
-        text = f"{name} has no address; dtlab's ranks use loopback and do not mind"
-        return _note("host name", text, f"for torchrun add to /etc/hosts: 127.0.0.1 {name}")
-
-
-def _interface(env=None) -> Finding:
-    name = (os.environ if env is None else env).get("GLOO_SOCKET_IFNAME")
-    if name:
-        return _note("GLOO_SOCKET_IFNAME", f"is {name}: for torchrun only, dtlab's ranks use loopback")
-    return _ok("GLOO_SOCKET_IFNAME", "not set")
-
-
-def _gpus(names=None) -> Finding:
-    names = machine.gpu_names()[: machine.gpu_count()] if names is None else names
+def _gpus() -> Finding:
+    names, version = machine.gpu_names(), _version("torch") or ""
     if not names:
-        return _ok("gpus", "no GPU: ranks use gloo on the CPU")
+        return Finding("gpus", "ok", "no GPU: ranks use gloo on the CPU")
     text = f"{len(names)} GPU{'s' if len(names) > 1 else ''} ({names[0]})"
-    version = _version("torch") or ""
     if version.endswith("+cpu"):
-        return _note("gpus", f"{text}, torch {version} cannot use it", "pip install torch from pip's own index")
+        text += f", torch {version} cannot use it"
+        return Finding("gpus", "note", text, "pip install torch from pip's own index")
     if len(names) < 4:
         cure = 'launch(4, device="cuda", share_gpu=True) puts several ranks on one GPU'
-        return _note("gpus", f"{text}: fewer than 4, so 4 ranks use gloo on the CPU", cure)
-    return _ok("gpus", text)
-
-
-def _widgets(version=_version) -> Finding:
-    found = {name: version(name) for name in ("jupyterlab", "ipywidgets", "jupyterlab-widgets", "ipykernel")}
-    missing = [name for name, number in found.items() if number is None]
-    if missing:
-        text = f"not installed: {', '.join(missing)}; questions and sliders will show as text"
-        cure = f"{Path(sys.executable).name} -m pip install {' '.join(missing)}, then reload the page"
-        return _problem("widgets", text, cure)
-    if int(found["ipywidgets"].split(".")[0]) < 8:
-        return _problem("widgets", f"ipywidgets {found['ipywidgets']} is too old", 'pip install "ipywidgets>=8.1"')
-    return _ok("widgets", ", ".join(f"{name} {number}" for name, number in found.items()))
+        return Finding("gpus", "note", f"{text}: fewer than 4, so 4 ranks use gloo on the CPU", cure)
+    return Finding("gpus", "ok", text)
 
 
 def openmp_runtimes(maps="/proc/self/maps") -> "list[str]":
@@ -246,21 +211,20 @@ def openmp_runtimes(maps="/proc/self/maps") -> "list[str]":
         text = Path(maps).read_text()
     except OSError:
         return []
-    names = {os.path.basename(line.split()[-1]) for line in text.splitlines() if "/" in line}
-    return sorted(name for name in names if re.match(r"lib(gomp|omp|iomp5)\b|libgomp-", name))
+    return sorted(set(re.findall(r"/(lib(?:gomp|omp|iomp5)\b[^/\s]*)$", text, re.MULTILINE)))
 
 
-def _openmp(loaded=None) -> Finding:
-    loaded = openmp_runtimes() if loaded is None else loaded
+def _openmp() -> Finding:
+    loaded = openmp_runtimes()
     text = ", ".join(loaded) or "none loaded"
     if len(loaded) > 1:
-        cure = "install torch and numpy from one source (all by pip or all by conda) in a new environment"
         text = f"two runtimes in this process ({text}): work can hang at 0 % CPU"
-        return _note("openmp", text, f"{cure}; never set KMP_DUPLICATE_LIB_OK")
-    return _ok("openmp", text)
+        cure = "install torch and numpy from one source (all by pip or all by conda) in a new environment"
+        return Finding("openmp", "note", text, f"{cure}; never set KMP_DUPLICATE_LIB_OK")
+    return Finding("openmp", "ok", text)
 
 
 _CHECKS = (
-    system_finding, _python, _packages, _numpy_bridge, _cores, _memory, _shared_memory, _loopback, _host_name,
-    _interface, _gpus, _widgets, _openmp,
+    system_finding, _python, _packages, _numpy_bridge, _cores, _memory, _shared_memory, _loopback, _gpus, _widgets,
+    _openmp,
 )  # fmt: skip

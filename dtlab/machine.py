@@ -6,9 +6,7 @@ and host. Functions take the roots they read (``proc``, ``cgroup``), so that tes
 
 import math
 import os
-import shutil
 import subprocess
-import sys
 from pathlib import Path
 
 BYTES_PER_RANK = 150 * 10**6  # private memory of one rank, with room for a small model (measured: 75 to 150 MB)
@@ -27,15 +25,6 @@ def _number(path):
     """Integer in a kernel file; None if missing, ``max``, or so large that it means no limit."""
     text = _read(path) or ""
     return int(text) if text.isdigit() and int(text) < _HUGE else None
-
-
-def _output(*command):
-    """What a command prints; empty if it is missing, slow or fails."""
-    try:
-        reply = subprocess.run(command, capture_output=True, text=True, timeout=10, check=False)
-    except (OSError, subprocess.SubprocessError):
-        return ""
-    return reply.stdout if reply.returncode == 0 else ""
 
 
 def _cgroup_dirs(controller, proc, cgroup):
@@ -88,52 +77,37 @@ def _cgroup_memory(proc, cgroup):
     return min(found, key=lambda pair: pair[1], default=None)
 
 
-def memory_limit_bytes(*, proc="/proc", cgroup="/sys/fs/cgroup") -> "int | None":
-    """The cgroup's memory limit in bytes, or None where nothing but the machine's own memory limits."""
-    found = _cgroup_memory(proc, cgroup)
-    return found[0] if found else None
-
-
 def _host_memory(proc):
     """``(total, available)`` bytes of the whole machine; ``(0, 0)`` where it cannot be known."""
     lines = (line.split() for line in (_read(Path(proc, "meminfo")) or "").splitlines())
     info = {words[0].rstrip(":"): int(words[1]) * 1024 for words in lines if len(words) > 1 and words[1].isdigit()}
     if "MemTotal" in info:
-        return info["MemTotal"], info.get("MemAvailable", info.get("MemFree", info["MemTotal"]))
-    if sys.platform == "darwin":
-        return _mac_memory()
-    try:  # not Linux, not macOS: physical memory is the best guess
-        total = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
-        return total, total
-    except (AttributeError, ValueError, OSError):
+        return info["MemTotal"], info.get("MemAvailable", info["MemTotal"])
+    try:  # no Linux
+        import psutil
+
+        memory = psutil.virtual_memory()
+        return memory.total, memory.available
+    except (ImportError, OSError):
         return 0, 0
 
 
-def _mac_memory():
-    """``(total, available)`` bytes on macOS: free, inactive and speculative pages count as available."""
-    try:
-        total = int(_output("sysctl", "-n", "hw.memsize"))
-        lines = _output("vm_stat").splitlines()
-        page = int("".join(c for c in lines[0] if c.isdigit()) or 4096)
-        wanted = ("Pages free", "Pages inactive", "Pages speculative")
-        pages = sum(int(line.split(":")[1].strip(" .")) for line in lines if line.startswith(wanted))
-        return total, page * pages
-    except (ValueError, IndexError):
-        return 0, 0
+def memory_bytes(*, proc="/proc", cgroup="/sys/fs/cgroup"):
+    """``(total, available, limit)``: what this process may ever use, what it can take now, the cgroup's limit or None.
 
-
-def memory_total_bytes(*, proc="/proc", cgroup="/sys/fs/cgroup") -> int:
-    """Memory this process may ever use: the machine's, or the cgroup's limit if smaller (bytes; 0 unknown)."""
-    total, _ = _host_memory(proc)
+    In bytes, 0 if unknown. Available is MemAvailable, or what the cgroup has left if that is less.
+    """
+    total, available = _host_memory(proc)
     found = _cgroup_memory(proc, cgroup)
-    return min(total, found[0]) if found else total
+    if found is None:
+        return total, available, None
+    limit, free = found
+    return min(total, limit), min(available, free), limit
 
 
-def memory_available_bytes(*, proc="/proc", cgroup="/sys/fs/cgroup") -> int:
-    """Memory that can be taken now without swapping: MemAvailable, or what the cgroup has left if less (bytes)."""
-    _, available = _host_memory(proc)
-    found = _cgroup_memory(proc, cgroup)
-    return min(available, found[1]) if found else available
+def memory_available_bytes() -> int:
+    """Memory that can be taken now without swapping (bytes; 0 unknown)."""
+    return memory_bytes()[1]
 
 
 def max_ranks(available_bytes=None) -> int:
@@ -142,27 +116,20 @@ def max_ranks(available_bytes=None) -> int:
     return max(1, available // BYTES_PER_RANK)
 
 
-def shared_memory_bytes(path="/dev/shm") -> "tuple[int, int] | None":
-    """``(total, free)`` bytes of /dev/shm, or None where there is none (macOS, Windows)."""
-    try:
-        usage = shutil.disk_usage(path)
-    except OSError:
-        return None
-    return usage.total, usage.free
-
-
 def gpu_names() -> "list[str]":
-    """Names of the NVIDIA GPUs, asked from the driver's own tool, so that CUDA is not initialised in this process."""
-    names = _output("nvidia-smi", "--query-gpu=name", "--format=csv,noheader")
-    return [line.strip() for line in names.splitlines() if line.strip()]
+    """Names of the NVIDIA GPUs this process may use: those of the driver, less what CUDA_VISIBLE_DEVICES hides.
 
-
-def gpu_count() -> int:
-    """NVIDIA GPUs this process may use: those of the driver, less what CUDA_VISIBLE_DEVICES hides (count)."""
-    names = gpu_names()
+    The driver's own tool is asked, so that CUDA is not initialised in this process.
+    """
+    command = ["nvidia-smi", "--query-gpu=name", "--format=csv,noheader"]
+    try:
+        reply = subprocess.run(command, capture_output=True, text=True, timeout=10, check=True)
+    except (OSError, subprocess.SubprocessError):
+        return []
+    names = [line.strip() for line in reply.stdout.splitlines() if line.strip()]
     visible = os.environ.get("CUDA_VISIBLE_DEVICES")
     if visible is None:
-        return len(names)
+        return names
     listed = [part.strip() for part in visible.split(",") if part.strip()]
     usable = listed[: listed.index("-1")] if "-1" in listed else listed  # CUDA stops at the first bad one
-    return min(len(names), len(usable))
+    return names[: len(usable)]

@@ -17,6 +17,17 @@ def at_least(name: str, value, minimum: int) -> int:
     return number
 
 
+def amount(name: str, value, *, above_0: bool = False):
+    """Return ``value``, a finite number or a numpy array of them, or raise ConfigError if one is below 0 (or is 0)."""
+    try:
+        legal = ((value > 0) if above_0 else (value >= 0)) & (value < float("inf"))
+    except TypeError:  # text, None, a list
+        legal = False
+    if isinstance(value, bool) or not (legal.all() if hasattr(legal, "all") else legal):
+        raise ConfigError(f"{name} ({value!r}) must be a number {'above' if above_0 else 'of at least'} 0, and finite")
+    return value
+
+
 def index_below(name: str, value, size_name: str, size: int) -> int:
     """Return ``value`` as an int in 0 .. size - 1, or raise ConfigError."""
     number = at_least(name, value, 0)

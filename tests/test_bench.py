@@ -43,6 +43,8 @@ def test_a_figure_is_the_median_with_its_range(samples, unit, shown):
         (registry.at_most(1.1), [1.2], [1], "1.2x", "no"),
         (registry.at_least(0.8), [8], [10], "0.8x", "yes"),
         (registry.at_least(0.8), [7], [10], "0.7x", "no"),
+        (registry.within(25), [0.9], [1], "-10 %", "yes"),
+        (registry.within(25), [1.5], [1], "50 %", "no"),
         (None, [1], [4], "4x", "-"),
     ],
 )

@@ -58,7 +58,7 @@ def clone(tmp_path, monkeypatch):
     monkeypatch.setattr(bootstrap, "hand_over", lambda python, argv: setattr(made, "handed_to", python) or 0)
     monkeypatch.setattr(bootstrap, "torch_version", lambda: None)
     monkeypatch.setattr(bootstrap, "_active", lambda: False)
-    monkeypatch.setattr(machine, "gpu_count", lambda: 0)
+    monkeypatch.setattr(machine, "gpu_names", list)
     monkeypatch.setattr(sys, "_base_executable", str(base), raising=False)
     monkeypatch.setattr(sys, "platform", "linux")
     return made
@@ -172,7 +172,7 @@ def test_what_pip_prints_when_nobody_answers_is_understood(tmp_path):
 
 
 def test_with_an_nvidia_gpu_torch_comes_from_pips_own_index(clone, monkeypatch):
-    monkeypatch.setattr(machine, "gpu_count", lambda: 1)
+    monkeypatch.setattr(machine, "gpu_names", lambda: ["H200"])
     clone.run()
     assert not clone.calls("--index-url")
 

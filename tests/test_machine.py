@@ -57,9 +57,7 @@ MEMINFO = "MemTotal:       16777216 kB\nMemFree:         1048576 kB\nMemAvailabl
 
 def test_memory_is_the_hosts_without_a_limit(tmp_path):
     where = tree(tmp_path, {"proc/meminfo": MEMINFO, "proc/self/cgroup": "0::/", "cgroup/memory.max": "max"})
-    assert machine.memory_available_bytes(**where) == 8 * GIB
-    assert machine.memory_total_bytes(**where) == 16 * GIB
-    assert machine.memory_limit_bytes(**where) is None
+    assert machine.memory_bytes(**where) == (16 * GIB, 8 * GIB, None)
 
 
 def test_a_memory_limit_counts_and_file_cache_is_free(tmp_path):
@@ -71,23 +69,22 @@ def test_a_memory_limit_counts_and_file_cache_is_free(tmp_path):
         "cgroup/app/memory.stat": f"anon 1\ninactive_file {GIB}",
     }
     where = tree(tmp_path, files)
-    assert machine.memory_limit_bytes(**where) == machine.memory_total_bytes(**where) == 2 * GIB
-    assert machine.memory_available_bytes(**where) == 3 * GIB // 2
+    assert machine.memory_bytes(**where) == (2 * GIB, 3 * GIB // 2, 2 * GIB)
 
 
 def test_a_cgroup_v1_memory_limit_counts_and_its_huge_number_means_none(tmp_path):
     files = {"proc/meminfo": MEMINFO, "proc/self/cgroup": "4:memory:/x", "cgroup/memory/memory.usage_in_bytes": GIB}
     where = tree(tmp_path, files | {"cgroup/memory/memory.limit_in_bytes": 9223372036854771712})
-    assert machine.memory_available_bytes(**where) == 8 * GIB
+    assert machine.memory_bytes(**where) == (16 * GIB, 8 * GIB, None)
     where = tree(tmp_path, files | {"cgroup/memory/memory.limit_in_bytes": 3 * GIB})
-    assert machine.memory_available_bytes(**where) == 2 * GIB
+    assert machine.memory_bytes(**where) == (3 * GIB, 2 * GIB, 3 * GIB)
 
 
 def test_without_proc_and_cgroup_affinity_and_physical_memory_count(tmp_path, eight_cores):
     where = tree(tmp_path, {"proc/none": "", "cgroup/none": ""})
     assert machine.usable_cores(**where) == 8
     physical = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
-    assert machine.memory_available_bytes(**where) == machine.memory_total_bytes(**where) == physical
+    assert machine.memory_bytes(**where)[0] == physical
 
 
 def test_ranks_by_memory_about_150_mb_each_and_never_less_than_one():
@@ -97,13 +94,7 @@ def test_ranks_by_memory_about_150_mb_each_and_never_less_than_one():
 
 def test_this_machine_agrees_with_its_own_proc():
     assert 1 <= machine.usable_cores() <= os.cpu_count()
-    assert 0 < machine.memory_available_bytes() <= machine.memory_total_bytes()
-
-
-def test_shared_memory_is_none_where_there_is_none(tmp_path):
-    assert machine.shared_memory_bytes(tmp_path / "absent") is None
-    total, free = machine.shared_memory_bytes(tmp_path)
-    assert total >= free > 0
+    assert 0 < machine.memory_available_bytes() <= machine.memory_bytes()[0]
 
 
 def fake_driver(folder, monkeypatch, text="echo 'NVIDIA H200'; echo 'NVIDIA H200'"):
@@ -119,9 +110,9 @@ def test_gpus_are_counted_by_the_driver_and_the_visible_devices(tmp_path, monkey
     assert machine.gpu_names() == ["NVIDIA H200"] * 2
     for visible, count in (("0", 1), ("", 0), ("-1", 0), ("0,-1,1", 1), ("0,1", 2)):
         monkeypatch.setenv("CUDA_VISIBLE_DEVICES", visible)
-        assert machine.gpu_count() == count, visible
+        assert len(machine.gpu_names()) == count, visible
 
 
 def test_a_failing_driver_tool_means_no_gpu(tmp_path, monkeypatch):
     fake_driver(tmp_path, monkeypatch, "echo 'NVIDIA-SMI has failed'; exit 9")
-    assert machine.gpu_count() == 0
+    assert machine.gpu_names() == []

@@ -116,10 +116,10 @@ def test_torch_stays_a_range_and_its_pin_names_no_build():
 
 
 def test_the_extras_nest_as_the_set_up_believes():
-    for name, contains in bootstrap._NESTED.items():
+    assert set(bootstrap.EXTRAS) == set(PROJECT["optional-dependencies"])
+    for before, name in zip((None, *bootstrap.EXTRAS), bootstrap.EXTRAS):
         inner = {extra for line in PROJECT["optional-dependencies"][name] for extra in Requirement(line).extras}
-        assert contains == {name}.union(*(bootstrap._NESTED[extra] for extra in inner)), name
-    assert set(bootstrap._NESTED) == set(PROJECT["optional-dependencies"])
+        assert inner == ({before} if before else set()), name
 
 
 def test_every_place_names_the_same_pythons():
@@ -291,6 +291,12 @@ def test_the_workflow_runs_the_same_script_on_the_lowest_python_and_the_lowest_v
     assert {"python": matrix["python"][0], "versions": "lowest"} in matrix["include"]
     (step,) = (step for step in job["steps"] if step.get("if") == "matrix.versions == 'lowest'")
     assert "--resolution lowest-direct" in step["run"] and job["steps"].index(step) < len(job["steps"]) - 1
+
+
+def test_no_two_test_files_have_one_name():
+    """pytest imports them by name: a second file of a name is refused, or is taken for the first by the ranks."""
+    names = [path.name for path in (ROOT / "tests").rglob("*.py") if path.name != "conftest.py"]
+    assert sorted(names) == sorted(set(names))
 
 
 # What is written and shipped

@@ -89,7 +89,7 @@ def main(argv=None) -> int:
         code = command_main(rest)
         sys.stdout.flush()
         return code
-    except (bootstrap.SetupError, DtlabError) as problem:
+    except DtlabError as problem:
         print(f"dtlab: {problem}", file=sys.stderr)
         return 1
     except KeyboardInterrupt:

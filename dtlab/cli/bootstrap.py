@@ -28,8 +28,7 @@ except ImportError:  # Windows
 
 ROOT = Path(__file__).resolve().parents[2]
 OWN = ".venv"
-_NESTED = {"course": {"course"}, "test": {"course", "test"}, "bench": {"course", "test", "bench"}}
-_NESTED["peers"] = _NESTED["bench"] | {"peers"}
+EXTRAS = ("course", "test", "bench", "peers")  # each brings those before it
 
 
 def is_clone() -> bool:
@@ -48,12 +47,16 @@ def is_current(python) -> bool:
 
 
 def hand_over(python, argv) -> int:
-    """Run the same command with ``python``; on POSIX this process becomes it."""
-    command = [str(python), "-m", "dtlab", *argv]
+    """Run the same command with ``python``."""
+    return become([str(python), "-m", "dtlab", *argv], os.environ)
+
+
+def become(command, env) -> int:
+    """Run a command in this process's place, so that Ctrl-C and signals reach it; Windows cannot, it waits."""
     if os.name == "nt":
-        return subprocess.call(command)
+        return subprocess.call(command, env=env)
     sys.stdout.flush()
-    os.execv(command[0], command)
+    os.execve(command[0], command, env)
 
 
 def prepare(extra):
@@ -73,11 +76,14 @@ def prepare(extra):
     prefix = _choose()
     state = read_state(prefix)
     if extra is None:
-        return python_in(prefix) if _is_ready(prefix, state, ()) else None
-    if _NESTED.get(extra) is None:
-        raise SetupError(f"there is no extra {extra!r}: choose one of {', '.join(_NESTED)}")
-    if not _is_ready(prefix, state, _NESTED[extra]):
-        _set_up(prefix, extra)
+        return python_in(prefix) if _is_ready(prefix, state, EXTRAS[0]) else None
+    if extra not in EXTRAS:
+        raise SetupError(f"there is no extra {extra!r}: choose one of {', '.join(EXTRAS)}")
+    if not _is_ready(prefix, state, extra):
+        with _alone():
+            state = read_state(prefix)  # another set-up may just have finished
+            if not _is_ready(prefix, state, extra):
+                _set_up(prefix, state, extra)
     return python_in(prefix)
 
 
@@ -138,48 +144,34 @@ def write_state(prefix, **state):
     part.replace(Path(prefix, "dtlab-setup.json"))
 
 
-def _is_ready(prefix, state, needed) -> bool:
-    same = state.get("pins") == pins_hash() and state.get("root") == str(ROOT)
-    return state.get("state") == "ready" and same and set(needed) <= set(state["extras"]) and _runs(prefix)
+def _is_ready(prefix, state, extra) -> bool:
+    is_whole = _is_sound(prefix, state) and state["pins"] == pins_hash()
+    return is_whole and EXTRAS.index(extra) <= EXTRAS.index(state["extra"])
 
 
-def _runs(prefix) -> bool:
-    """Whether the environment's interpreter is still there: an upgraded system Python leaves a dangling link."""
-    return python_in(prefix).exists()
+def _is_sound(prefix, state) -> bool:
+    """Whether a set-up of this clone ended well, and its interpreter is still there (of a system's it is a link)."""
+    return state.get("state") == "ready" and state["root"] == str(ROOT) and python_in(prefix).exists()
 
 
-def _set_up(prefix, extra):
-    with _alone():
-        state = read_state(prefix)  # another one may just have finished
-        if not _is_ready(prefix, state, _NESTED[extra]):
-            _make_and_install(prefix, state, extra)
-
-
-def _make_and_install(prefix, state, extra):
+def _set_up(prefix, state, extra):
     start = time.monotonic()
     if prefix == ROOT / OWN and not _keeps(prefix, state):
         _make(prefix)
         state = {"made": True}
     made = bool(state.get("made"))
-    extras = sorted(set(state.get("extras", ())) | _NESTED[extra])
+    extra = max(extra, state.get("extra", extra), key=EXTRAS.index)
     print(f"dtlab: installing the tested packages into {prefix.name}; the first time takes some minutes", flush=True)
-    write_state(prefix, state="making", made=made, extras=extras)
-    installer.install(python_in(prefix), ROOT, widest(extras), log=prefix / "dtlab-setup.log", ours=made)
-    write_state(prefix, state="ready", made=made, pins=pins_hash(), root=str(ROOT), extras=extras)
+    write_state(prefix, state="making", made=made, extra=extra)
+    installer.install(python_in(prefix), ROOT, extra, log=prefix / "dtlab-setup.log", ours=made)
+    write_state(prefix, state="ready", made=made, pins=pins_hash(), root=str(ROOT), extra=extra)
     print(f"dtlab: {prefix.name} is ready after {time.monotonic() - start:.0f} s", flush=True)
-
-
-def widest(extras) -> str:
-    """The one extra that brings all of ``extras``: each contains the one before it."""
-    return max(extras, key=lambda name: len(_NESTED[name]))
 
 
 def _keeps(prefix, state) -> bool:
     """Whether an existing ``.venv`` can be brought up to date; a half-made, moved or broken one is made anew."""
-    if not prefix.exists() or not _runs(prefix):
-        return False
-    by_hand = not state and (prefix / "pyvenv.cfg").exists()
-    return by_hand or (state.get("state") == "ready" and state.get("root") == str(ROOT))
+    by_hand = not state and (prefix / "pyvenv.cfg").exists() and python_in(prefix).exists()
+    return by_hand or _is_sound(prefix, state)
 
 
 @contextlib.contextmanager
@@ -210,7 +202,7 @@ def _make(prefix):
         print(f"dtlab: {prefix.name} is half-made or was moved: making it anew", flush=True)
         shutil.rmtree(prefix)
     prefix.mkdir()
-    write_state(prefix, state="making", made=True, extras=[])
+    write_state(prefix, state="making", made=True)
     share = not _active() and fits(torch_version())
     python = getattr(sys, "_base_executable", None) or sys.executable
     command = [python, "-m", "venv", "--prompt", "dtlab", *(["--system-site-packages"] if share else []), str(prefix)]

@@ -9,6 +9,7 @@ import sys
 from pathlib import Path
 
 from dtlab import machine
+from dtlab.errors import DtlabError
 
 NEEDED_BYTES = 2 * 10**9  # a CPU environment, with room for pip to unpack
 NEEDED_CUDA_BYTES = 9 * 10**9
@@ -25,7 +26,7 @@ _PRESENT = (
 )
 
 
-class SetupError(Exception):
+class SetupError(DtlabError):
     """What keeps the course from being set up: one sentence with the cure."""
 
 
@@ -50,7 +51,6 @@ def install(python, root, extra, *, log, ours):
     """
     Path(log).unlink(missing_ok=True)
     foreign = _foreign_packages(python, ours)
-    _require_pip(python)
     lines = (Path(root) / "constraints.txt").read_text(encoding="utf-8").splitlines()
     kept = [line for line in lines if _name(line) not in foreign]
     pins = Path(log).with_name("dtlab-setup-pins.txt")
@@ -74,16 +74,8 @@ def _foreign_packages(python, ours) -> "set[str]":
     return {_name(name) for name, inside in found if name and not (ours and inside)} - {"pip", "setuptools", "dtlab"}
 
 
-def _require_pip(python):
-    """A virtual environment made by uv has no pip of its own: bring Python's."""
-    quiet = {"stdout": subprocess.DEVNULL, "stderr": subprocess.DEVNULL, "check": False}
-    if subprocess.run([str(python), "-m", "pip", "--version"], **quiet).returncode:
-        if subprocess.run([str(python), "-m", "ensurepip"], **quiet).returncode:
-            raise SetupError(f"{python} has no pip: remove {Path(python).parents[1]} and run this again")
-
-
 def _wants_cuda() -> bool:
-    return sys.platform == "linux" and machine.gpu_count() > 0
+    return sys.platform == "linux" and bool(machine.gpu_names())
 
 
 def torch_index(root):

@@ -3,7 +3,6 @@
 import argparse
 import json
 import os
-import subprocess
 import sys
 from pathlib import Path
 from urllib.parse import quote
@@ -25,11 +24,10 @@ def main(argv) -> int:
     system = system_finding()
     if system.level != "ok":
         print(system.line())
-    copies = [Path(path) for path in working_copies.make_all()]
-    first = next((path for path in sorted(copies) if path.name.startswith("00")), bootstrap.ROOT)
+    first = min(working_copies.make_all())
     env = {**os.environ, **settings(bootstrap.ROOT / "work" / ".lab")}
-    target = first.relative_to(bootstrap.ROOT).as_posix() if first != bootstrap.ROOT else ""
-    return _become(command(target, options), env)
+    os.chdir(bootstrap.ROOT)
+    return bootstrap.become(command(first.relative_to(bootstrap.ROOT).as_posix(), options), env)
 
 
 def _options(argv):
@@ -75,12 +73,3 @@ def command(target, options) -> "list[str]":
     if hasattr(os, "geteuid") and os.geteuid() == 0:
         args.append("--allow-root")  # in containers everybody is root
     return [sys.executable, "-m", "jupyterlab", *args]
-
-
-def _become(command, env) -> int:
-    """Run JupyterLab in this process's place, so that Ctrl-C and signals reach it; Windows cannot, it waits."""
-    os.chdir(bootstrap.ROOT)
-    if os.name == "nt":
-        return subprocess.call(command, env=env)
-    sys.stdout.flush()
-    os.execve(command[0], command, env)

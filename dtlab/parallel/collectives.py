@@ -10,6 +10,7 @@ import torch
 import torch.distributed as dist
 
 from dtlab.errors import ConfigError
+from dtlab.parallel.shared import place_in
 from dtlab.validate import at_least
 
 
@@ -38,6 +39,7 @@ def ring_reduce_scatter(tensor: torch.Tensor, group: dist.ProcessGroup | None = 
 
     In each of n - 1 steps a rank sends one chunk to its right and adds the one that comes from its left. Chunk r
     starts at rank r + 1, goes round and is finished at rank r.
+    Not here: pieces of a chunk, one added while the next arrives; on gloo more messages cost more than that hides.
 
     Shapes on one rank: tensor [...], its other chunks hold partial sums afterwards; spare memory [c]. Sends S - c.
 
@@ -211,44 +213,67 @@ def all_to_all(outputs: list[torch.Tensor], inputs: list[torch.Tensor], group: d
     Shapes on one rank: n contiguous tensors each; rank q's ``outputs[r]`` is as large as rank r's ``inputs[q]``.
 
     Raises:
-        ConfigError: not n tensors, one is not contiguous, or this rank is not in the group.
+        ConfigError: not n tensors, one is not contiguous, an output shares memory with another tensor, or this rank is
+            not in the group.
 
     Source: Thakur, Rabenseifner and Gropp 2005, Optimization of collective communication operations in MPICH
     (pairwise exchange).
     """
-    rank, size = _place(group)
-    for name, tensors in (("outputs", outputs), ("inputs", inputs)):
-        if len(tensors) != size:
-            raise ConfigError(f"{name} has {len(tensors)} tensors; the group has {size} ranks, so give {size}")
-    outputs, inputs = ([_flat(tensor, group)[2] for tensor in tensors] for tensors in (outputs, inputs))
+    rank, size = place_in(group)
+    outputs, inputs = _listed("outputs", outputs, group, size), _listed("inputs", inputs, group, size)
+    _refuse_what_does_not_fit(outputs, inputs, rank)
     outputs[rank].copy_(inputs[rank])
     for step in range(1, size):
         right, left = (rank + step) % size, (rank - step) % size
         _exchange(inputs[right], right, outputs[left], left, group)  # send, the bytes of inputs[right]
 
 
-def _place(group) -> tuple[int, int]:
-    """This rank's place in the group and the number of its ranks."""
-    rank = dist.get_rank(group)
-    if rank < 0:
-        raise ConfigError(f"rank {dist.get_rank()} is not in this group: dist.new_group gave it a placeholder. "
-                          f"Only the ranks that new_group was called with make calls on the group")
-    return rank, dist.get_world_size(group)
-
-
 def _flat(tensor, group) -> tuple[int, int, torch.Tensor]:
     """Place, number of ranks, and the tensor as one row that shares its memory."""
+    if not isinstance(tensor, torch.Tensor):
+        raise ConfigError(f"the tensor is of type {type(tensor).__name__}, and collectives work in place on a "
+                          "torch.Tensor: make one, x = torch.as_tensor(...), and use x afterwards")
     if not tensor.is_contiguous():
         raise ConfigError(f"the tensor of shape {list(tensor.shape)} with strides {list(tensor.stride())} is not "
                           "contiguous: its elements do not lie one behind the other in memory, so parts of it cannot "
                           "be sent as they are. Use a copy, x = tensor.contiguous(), and tensor.copy_(x) afterwards")
-    return *_place(group), tensor.view(-1)
+    if tensor.is_conj() or tensor.is_neg():
+        raise ConfigError(f"the tensor of shape {list(tensor.shape)} is a view that conjugates or negates when it is "
+                          "read: its memory, which is sent, holds other numbers. Use a copy, "
+                          "x = tensor.resolve_conj().resolve_neg(), and tensor.copy_(x) afterwards")
+    return *place_in(group), tensor.view(-1)
 
 
 def _in_chunks(tensor, group) -> tuple[int, int, list[torch.Tensor]]:
     """Place, number of ranks, and one chunk of the tensor for each."""
     rank, size, flat = _flat(tensor, group)
     return rank, size, [flat[start:end] for start, end in chunk_bounds(len(flat), size)]
+
+
+def _listed(name, tensors, group, size) -> list[torch.Tensor]:
+    """One flat tensor for each rank of the group."""
+    try:
+        tensors = list(tensors)
+    except TypeError:
+        raise ConfigError(f"{name} is of type {type(tensors).__name__}: give a list of {size} tensors, one for each "
+                          "rank of the group") from None
+    if len(tensors) != size:
+        raise ConfigError(f"{name} has {len(tensors)} tensors; the group has {size} ranks, so give {size}")
+    return [_flat(tensor, group)[2] for tensor in tensors]
+
+
+def _refuse_what_does_not_fit(outputs, inputs, rank) -> None:
+    """An all_to_all must not write what is still to be sent, or one place twice; what stays here has one size."""
+    if len(outputs[rank]) != len(inputs[rank]):
+        raise ConfigError(f"outputs[{rank}] has {len(outputs[rank])} elements and inputs[{rank}] has "
+                          f"{len(inputs[rank])}: rank {rank} sends them to itself, so give both one size")
+    places = [(name, i, tensor.untyped_storage()._cdata, tensor.storage_offset() * tensor.itemsize, tensor.nbytes)
+              for name, tensors in (("outputs", outputs), ("inputs", inputs)) for i, tensor in enumerate(tensors)]
+    for at, (name, i, storage, start, length) in enumerate(places[:len(outputs)]):
+        for other, j, its_storage, its_start, its_length in places[at + 1:]:
+            if storage == its_storage and start < its_start + its_length and its_start < start + length:
+                raise ConfigError(f"{name}[{i}] and {other}[{j}] share memory, so what arrives for one overwrites the "
+                                  "other: make new outputs, [torch.empty_like(...) for ...], not [tensor] * n")
 
 
 def _exchange(sent, destination, received, source, group) -> None:

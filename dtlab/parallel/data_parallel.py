@@ -7,7 +7,7 @@ equal parts and a mean loss on each rank that is the gradient of the whole batch
 
     autograd   [ 4 ][ 3 ][ 2 ][ 1 ]          gradients of parameters 4, 3, 2, 1
     network            [ bucket 0 ][ bucket 1 ]    all_reduce of 4, 3 while 2, 1 are computed
-                                           ^ the pass ends here: wait, divide by the number of ranks
+                                           ^ the pass ends here: wait
 """
 import contextlib
 import functools
@@ -16,13 +16,16 @@ import weakref
 import torch
 import torch.distributed as dist
 from torch import nn
+from torch.utils._pytree import tree_leaves
 
 from dtlab.errors import ConfigError
-from dtlab.parallel.shared import Bucket, broadcast_tensors, split_by_bytes
+from dtlab.parallel.shared import Bucket, broadcast_tensors, place_in, split_by_bytes
 from dtlab.record import tag
 from dtlab.validate import at_least
 
 _NUM_NAMES = 5  # parameters that an error names
+_COUNTS = (torch.int64, torch.int32, torch.int16, torch.int8, torch.uint8)
+_AVERAGED_BY = weakref.WeakValueDictionary()  # id of a parameter -> the object that wrapped it last
 
 
 class DistributedDataParallel(nn.Module):
@@ -46,15 +49,20 @@ class DistributedDataParallel(nn.Module):
         bucket_bytes: Largest bucket of more than one parameter. 1: a bucket for each parameter.
         overlap: False sends after backward instead of during it.
         find_unused_parameters: True lets a parameter have no gradient on some ranks, which counts as zero; without one
-            on any rank its ``.grad`` stays None. One more all_reduce a step, of a number for each parameter.
+            on any rank its ``.grad`` stays None. One more all_reduce a step, of a byte for each parameter. (A rank that
+            uses no parameter at all has no backward pass, and the others wait for it.)
         broadcast_buffers: Ranks follow the first one's buffers (BatchNorm's running statistics) from one training step
             to the next; in between each adds its own part of the batch. Batch statistics themselves stay local.
 
     Raises:
-        ConfigError: ranks have different models; during backward: a parameter without gradient, or with two.
+        ConfigError: ranks have different models or options; in forward: a parameter that is trained and was not
+            wrapped, or not by this object, so that its gradient would not be averaged (a part replaced or trained only
+            later, a copy of this object, a model wrapped again); in backward: a parameter without gradient, with two,
+            or with a sparse one.
 
     Not here: buckets in the order in which gradients really arrive, gradients in the memory format of channels_last
-    weights, sparse gradients, ``torch.utils.checkpoint`` with ``use_reentrant=True`` (refused; False works).
+    weights, sparse gradients, ``torch.utils.checkpoint`` with ``use_reentrant=True`` (refused where it would be wrong;
+    False works).
 
     Source: Li et al. 2020, arXiv:2006.15704, sections 3.2 (buckets, overlap, no_sync) and 4.1.
     """
@@ -63,10 +71,12 @@ class DistributedDataParallel(nn.Module):
                  find_unused_parameters: bool = False, broadcast_buffers: bool = True):
         super().__init__()
         at_least("bucket_bytes", bucket_bytes, 1)
-        self.module, self.group, self.num_ranks = module, group, dist.get_world_size(group)
+        _refuse_what_is_no_model(module)
+        self.module, self.group, (_, self.dp_size) = module, group, place_in(group)
         self.overlap, self.find_unused_parameters = overlap, find_unused_parameters
         self.broadcast_buffers = broadcast_buffers and any(True for _ in module.buffers())
-        _refuse_different_models(module, group)
+        _refuse_different_models(module, group, bucket_bytes=bucket_bytes, broadcast_buffers=broadcast_buffers,
+                                 find_unused_parameters=find_unused_parameters)  # fmt: skip
         self._send_model(group_src=0)
         trainable = [p for p in module.parameters() if p.requires_grad]
         if not trainable:
@@ -75,7 +85,7 @@ class DistributedDataParallel(nn.Module):
         for bucket in self.buckets:
             tag(bucket.flat, "grads")
         self._is_syncing, self._is_joining = True, False
-        self._running = list(range(self.num_ranks))  # ranks of the group that still have data
+        self._running = list(range(self.dp_size))  # ranks of the group that still have data
         self._works = []  # of the buckets that are on their way, in order
         self._end_of_pass = None  # weakly, what autograd calls at the end of this backward pass; it dies with the pass
         self._hook_parameters()
@@ -88,7 +98,8 @@ class DistributedDataParallel(nn.Module):
         hooks, me = [], weakref.ref(self)
         for bucket in self.buckets:
             for position, parameter in enumerate(bucket.tensors):
-                hook = functools.partial(_call, me, bucket, position)
+                _AVERAGED_BY[id(parameter)] = self
+                hook = functools.partial(_on_gradient, me, bucket, position)
                 hooks.append(parameter.register_post_accumulate_grad_hook(hook))
         weakref.finalize(self, lambda: [hook.remove() for hook in hooks])
 
@@ -97,10 +108,29 @@ class DistributedDataParallel(nn.Module):
     def forward(self, *args, **kwargs):
         """What ``module`` returns."""
         if self._is_syncing and torch.is_grad_enabled():
+            self._refuse_what_changed()
             if self._is_joining:
                 self._running = self._who_runs(True)
             self._send_buffers()
-        return self.module(*args, **kwargs)
+        outputs = self.module(*args, **kwargs)
+        for output in tree_leaves(outputs):
+            if isinstance(output, torch.Tensor) and output.grad_fn is not None:
+                output.grad_fn.metadata[DistributedDataParallel] = self  # lives until backward: hooks hold it weakly
+        return outputs
+
+    def _refuse_what_changed(self):
+        """Each parameter that is trained must be one that this object averages."""
+        strangers = [p for p in self.module.parameters() if p.requires_grad and _AVERAGED_BY.get(id(p)) is not self]
+        if strangers:
+            raise ConfigError(f"gradients of {self._names(strangers)} would not be averaged: these parameters came "
+                              "into the model or got requires_grad=True after it was wrapped, or this is a copy "
+                              "(deepcopy, pickle), or the model was wrapped again. Use the newest wrapper, or wrap the "
+                              "model as it is now: ddp = DistributedDataParallel(ddp.module)")
+        for bucket in self.buckets:
+            kind = bucket.flat.dtype, bucket.flat.device
+            if changed := [p for p in bucket.tensors if (p.dtype, p.device) != kind]:
+                raise ConfigError(f"{self._names(changed)}: {changed[0].dtype} on {changed[0].device}, but when the "
+                                  f"model was wrapped {kind[0]} on {kind[1]}: convert or move it first, then wrap it")
 
     def _send_buffers(self):
         if self.broadcast_buffers and self.training:
@@ -110,6 +140,9 @@ class DistributedDataParallel(nn.Module):
         """One gradient is complete: start what is complete with it, always in the order of the buckets."""
         if self._end_of_pass is None or self._end_of_pass() is None:  # no pass is under way, or one that has failed
             self._begin()
+        if bucket.tensors[position].grad.layout is not torch.strided:
+            raise ConfigError(f"{self._names([bucket.tensors[position]])} has a sparse gradient, which fits no bucket: "
+                              "for nn.Embedding use sparse=False")
         if position in bucket.ready:
             raise ConfigError(f"{self._names([bucket.tensors[position]])} got a second gradient in one backward pass, "
                               "after the first may have been sent: torch.utils.checkpoint needs use_reentrant=False")
@@ -118,24 +151,28 @@ class DistributedDataParallel(nn.Module):
             self._start_next()
 
     def _begin(self):
-        """With the first gradient of a backward pass."""
+        """With the first gradient of a backward pass: ask autograd to call ``_finish`` at its end."""
+        with contextlib.suppress(RuntimeError):  # the group may be gone
+            self._wait()  # for what a pass that failed has sent: it still writes into the buckets
         self._works = []
         for bucket in self.buckets:
             bucket.ready.clear()
+        # Subtle: autograd alone holds this object, so that it also goes with a pass that fails
         finish = functools.partial(DistributedDataParallel._finish, self)
         self._end_of_pass = weakref.ref(finish)
         torch.autograd.Variable._execution_engine.queue_callback(finish)
 
     def _start_next(self):
-        # Subtle: all ranks start the buckets in the same order, whatever the order of their gradients
+        """Send the next bucket. Subtle: all ranks send in the same order, whatever that of their gradients."""
         bucket = self.buckets[len(self._works)]
         bucket.take_gradients()
+        bucket.flat.div_(len(self._running))  # before the sum, as torch does: a float16 above 65,504 is infinite
         # all_reduce, 2 (n-1)/n * bytes of the bucket per rank
         self._works.append(dist.all_reduce(bucket.flat, group=self.group, async_op=True))
 
     def _finish(self):
-        """At the end of backward: start what is left, wait for all of it, make sums means."""
-        self._end_of_pass = None
+        """At the end of backward: start what is left and wait for all of it."""
+        self._end_of_pass = None  # a gradient that comes now is of another pass
         parameters = [p for bucket in self.buckets for p in bucket.tensors]
         unused = [p for p in parameters if p.grad is None]
         if unused and not self.find_unused_parameters:
@@ -151,9 +188,8 @@ class DistributedDataParallel(nn.Module):
         self._wait()
 
     def _wait(self):
-        for work, bucket in zip(self._works, self.buckets):
+        for work in self._works:
             work.wait()  # on CUDA only the stream waits, not the program
-            bucket.flat.div_(len(self._running))  # the sum becomes the mean
         self._works = []
 
     def _on_any_rank(self, flags):
@@ -185,26 +221,26 @@ class DistributedDataParallel(nn.Module):
 
         A rank that leaves the block early takes part in the others' reductions with zeros until all have left; the mean
         is over the ranks that still run. Then all get the model of those that ran last; optimizer states stay as
-        they are. One more all_reduce a step, of a number for each rank. Every forward pass in the block with gradients
+        they are. One more all_reduce a step, of a byte for each rank. Every forward pass in the block with gradients
         on and outside ``no_sync`` needs a backward pass.
 
         Only the reductions of this object are taken part in. Calls of your own in the block, ``global_mean`` among
         them, wait for ranks that have left: for a weighted mean give those ranks batches of no tokens instead.
         """
-        self._is_joining = True
+        before, self._is_joining = self._is_joining, True
         try:
             yield
             while running := self._who_runs(False):
                 self._running = running
                 self._take_part()
-            if len(self._running) < self.num_ranks:
+            if len(self._running) < self.dp_size:
                 self._send_model(group_src=self._running[0])
         finally:
-            self._is_joining, self._running = False, list(range(self.num_ranks))
+            self._is_joining, self._running = before, list(range(self.dp_size))
 
     def _who_runs(self, i_do):
         """Ranks of the group that have a batch for this step."""
-        mine = [i_do and position == dist.get_rank(self.group) for position in range(self.num_ranks)]
+        mine = [i_do and position == dist.get_rank(self.group) for position in range(self.dp_size)]
         return [position for position, runs in enumerate(self._on_any_rank(mine)) if runs]
 
     def _take_part(self):
@@ -232,10 +268,10 @@ class DistributedDataParallel(nn.Module):
                 "(With torch.utils.checkpoint: use_reentrant=False)")
 
 
-def _call(reference, bucket, position, _parameter):
-    """The hook of a parameter."""
+def _on_gradient(reference, bucket, position, parameter):
+    """The hook of a parameter. Of two objects that wrapped it the newer one acts."""
     ddp = reference()
-    if ddp is not None and ddp._is_syncing:
+    if ddp is not None and ddp._is_syncing and _AVERAGED_BY.get(id(parameter)) is ddp:
         ddp._gradient_is_there(bucket, position)
 
 
@@ -244,13 +280,23 @@ def _is_dry(group):
     return dist.get_backend(group) == "fake"
 
 
-def _refuse_different_models(module, group):
-    """Compare names, shapes, dtypes and requires_grad over the ranks; on every rank the same error."""
+def _refuse_what_is_no_model(module):
+    if not isinstance(module, nn.Module):
+        raise ConfigError(f"module is of type {type(module).__name__}: give a torch.nn.Module, the same on every rank")
+    inner = [name for name, part in module.named_modules() if isinstance(part, DistributedDataParallel)]
+    if inner:
+        raise ConfigError(f"module is or contains a DistributedDataParallel ({inner[0] or 'itself'}): gradients would "
+                          "be averaged twice. Wrap the plain model, ddp.module")
+
+
+def _refuse_different_models(module, group, **options):
+    """Compare options, names, shapes, dtypes and requires_grad over the ranks; on every rank the same error."""
     if _is_dry(group):
         return
     trains = lambda t: "trainable" if t.requires_grad else "not trainable"
     describe = lambda t: f"{str(t.dtype).removeprefix('torch.')} {list(t.shape)}, {trains(t)}"
-    mine = [(name, describe(t)) for name, t in [*module.named_parameters(), *module.named_buffers()]]
+    mine = [(f"option {name}", str(value)) for name, value in options.items()]
+    mine += [(name, describe(t)) for name, t in [*module.named_parameters(), *module.named_buffers()]]
     models = [None] * dist.get_world_size(group)
     dist.all_gather_object(models, mine, group=group)
     nothing, ranks = ("nothing more", ""), dist.get_process_group_ranks(group or dist.group.WORLD)
@@ -258,7 +304,7 @@ def _refuse_different_models(module, group):
         for position in range(max(len(models[0]), len(other))):
             first, theirs = (m[position] if position < len(m) else nothing for m in (models[0], other))
             if first != theirs:
-                raise ConfigError(f"rank {rank} has another model than rank {ranks[0]}. The first difference: rank "
+                raise ConfigError(f"rank {rank} has another model or option than rank {ranks[0]}. The first: rank "
                                   f"{ranks[0]} has {' '.join(first)}; rank {rank} has {' '.join(theirs)}. "
                                   "Build the same model on every rank; only its values may differ")
 
@@ -280,10 +326,22 @@ def global_mean(loss_sum: torch.Tensor, num_tokens, group=None) -> torch.Tensor:
         n * loss_sum / (tokens of all n ranks): averaged over the ranks it is the mean over all tokens. 0 if no rank has
         any token.
 
+    Raises:
+        ConfigError: what is not one number, a count that is no whole number, or this rank is not in the group.
+
     Example: one token with loss 1 x on rank 0, three with 5 x each on rank 1: the gradient is 4, where the mean of
         their means says 3
         >>> global_mean(15 * x, 3).backward()                # on rank 1                   # doctest: +SKIP
     """
-    total = torch.as_tensor(num_tokens, device=loss_sum.device).detach().clone()
+    _, size = place_in(group)
+    if not isinstance(loss_sum, torch.Tensor) or loss_sum.numel() != 1:
+        shape = f"shape {list(loss_sum.shape)}" if isinstance(loss_sum, torch.Tensor) else type(loss_sum).__name__
+        raise ConfigError(f"loss_sum ({shape}) must be a tensor of one number: the sum over tokens, reduction='sum'")
+    if not isinstance(num_tokens, torch.Tensor):
+        num_tokens = torch.tensor(at_least("num_tokens", num_tokens, 0))
+    if num_tokens.numel() != 1 or num_tokens.dtype not in _COUNTS:
+        raise ConfigError(f"num_tokens ({num_tokens.dtype}, shape {list(num_tokens.shape)}) must be one whole number: "
+                          "the sum of a mask of bools, (targets >= 0).sum()")
+    total = num_tokens.detach().to(loss_sum.device, torch.int64, copy=True)  # int8 would overflow in the sum
     dist.all_reduce(total, group=group)
-    return loss_sum * dist.get_world_size(group) / total.clamp(min=1)
+    return loss_sum * size / total.clamp(min=1)

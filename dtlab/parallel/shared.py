@@ -1,6 +1,25 @@
-"""What techniques share: tensors that travel together, in one flat buffer."""
+"""What techniques share: the place in a group, and tensors that travel together, in one flat buffer."""
 import torch
 import torch.distributed as dist
+
+from dtlab.errors import ConfigError
+
+
+def place_in(group: dist.ProcessGroup | None) -> tuple[int, int]:
+    """This rank's place in the group (None: all ranks) and the number of its ranks.
+
+    Raises:
+        ConfigError: this process is no rank, ``group`` is no group, or this rank is not in it.
+    """
+    if not dist.is_initialized():
+        raise ConfigError("this process is no rank of a process group, so there is nobody to talk to: run it on live "
+                          "ranks, with %%ranks or ranks = dtlab.launch(4); ranks.run(function)")
+    if group is dist.GroupMember.NON_GROUP_MEMBER:
+        raise ConfigError(f"rank {dist.get_rank()} is not in this group: dist.new_group gave it a placeholder. "
+                          f"Only the ranks that new_group was called with make calls on the group")
+    if group is not None and not isinstance(group, dist.ProcessGroup):
+        raise ConfigError(f"group ({group!r}) must be what dist.new_group returned, or None for all ranks")
+    return dist.get_rank(group), dist.get_world_size(group)
 
 
 class Bucket:

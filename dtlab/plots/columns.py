@@ -1,7 +1,5 @@
 """Stacked columns from zero: what a number is made of, for each choice of a knob; marks say what was measured."""
-from math import floor, log10
-
-from dtlab.plots.svg import COLOURS, document, label, line
+from dtlab.plots.svg import COLOURS, document, label, line, tick_step
 
 _WIDTH, _TOP, _HEIGHT, _LEFT, _RIGHT = 650, 30, 150, 66, 10
 
@@ -55,10 +53,9 @@ def columns(names, parts, *, y, marked=None, measured=None, top=None, title, tex
 
 
 def _ticks(most):
-    """``(step, top)``: a step of 1, 2 or 5 times a power of ten, and an axis with room for the words on a column."""
+    """``(step, top)`` of an axis with room for the words on a column."""
     most = most * 1.12 or 1
-    power = 10 ** floor(log10(most / 3))
-    step = power * max(factor for factor in (1, 2, 5) if factor * power <= most / 3)
+    step = tick_step(most, 3)
     return step, step * -(-most // step)
 
 

@@ -76,5 +76,5 @@ def _meeting(sender, receiver, text, bad):
     (x1, y1), (x2, y2) = _edge(*sender), _edge(*receiver)
     way = 2 if x2 > x1 else -2
     look = {"stroke": _BAD if bad else COLOURS["communication"], "width": 3, "both": bool(text)}
-    return [arrow(x1 + (way if text else 0), y1, x2 - way, y2, **look),
-            label((x1 + x2) / 2, (y1 + y2) / 2 - 8, text, anchor="middle", size=13)]
+    parts = [arrow(x1 + (way if text else 0), y1, x2 - way, y2, **look)]
+    return [*parts, label((x1 + x2) / 2, (y1 + y2) / 2 - 8, text, anchor="middle", size=13)] if text else parts

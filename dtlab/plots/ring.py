@@ -75,14 +75,14 @@ def ring(size, step, *, tensor_bytes):
     bytes_said = f"{sent:.4g} of {steps * tensor_bytes / size / 2**20:.4g} MiB sent by each rank"
     parts.append(label(4, _TOP + _TABLE + 26, f"{title}, {bytes_said}", size=15, weight="bold"))
     return document(parts, width=_WIDTH, height=_TOP + _TABLE + 38, title=title,
-                    text=f"{title}, {bytes_said}.\n{_told(size, step, table)}")
+                    text=f"{title}, {bytes_said}. {_told(size, step, table)}")
 
 
 def _told(size, step, table):
     finished = sum(state == "finished" for row in table for _, state in row)
     moves = "; ".join(f"{source} to {target}: chunk {chunk}"
                       for source, target, chunk in (ring_sends(size, step) if step else ()))
-    return f"Just sent, rank to rank: {moves or 'nothing yet'}.\nFinished sums: {finished} of {size * size}."
+    return f"Finished sums: {finished} of {size * size}.\nJust sent, rank to rank: {moves or 'nothing yet'}."
 
 
 def _legend():

@@ -1,6 +1,6 @@
 """A small SVG builder and the course's colours (Okabe-Ito, one colour per meaning)."""
 from html import escape
-from math import hypot
+from math import floor, hypot, log10
 
 COLOURS = {
     "forward": "#56B4E9", "activations": "#56B4E9",
@@ -50,6 +50,12 @@ def titled(markup, title):
     end = markup.index(">", start)
     opening = f'{markup[start:end]} role="img" aria-label="{escape(title, quote=True)}">'
     return f"{opening}\n<title>{escape(title)}</title>{markup[end + 1:]}"
+
+
+def tick_step(length, count):
+    """1, 2 or 5 times a power of ten: the largest of which ``count`` fit into ``length``."""
+    power = 10 ** floor(log10(length / count))
+    return power * max((factor for factor in (1, 2, 5) if factor * power <= length / count), default=1)
 
 
 def box(x, y, width, height, *, fill="none", stroke=COLOURS["outline"], radius=6):

@@ -1,11 +1,11 @@
 """Timelines: a lane per rank and per channel, a box per phase, with the micro-batch's number in it."""
 from array import array
 from html import escape
-from math import ceil, floor, log10
+from math import ceil, floor
 from zlib import crc32
 
 from dtlab.errors import ConfigError
-from dtlab.plots.svg import COLOURS, document, label, line
+from dtlab.plots.svg import COLOURS, document, label, line, tick_step
 from dtlab.simulate.boxes import rows
 from dtlab.simulate.timeline import unit_of
 
@@ -172,8 +172,7 @@ def _axis(left, y, total_s, scale):
     """Ticks at 1, 2 or 5 times a power of ten."""
     name, size = unit_of(total_s)
     total = total_s / size or 1
-    power = 10 ** floor(log10(total / 4))
-    step = power * max((factor for factor in (1, 2, 5) if factor * power <= total / 4), default=1)
+    step = tick_step(total, 4)
     yield line(left, y + 2, _WIDTH - _RIGHT, y + 2)
     for number in range(int(total / step + 1e-9) + 1):
         x = left + number * step * size * scale

@@ -27,7 +27,8 @@ POISON_BYTES = 1 << 16
 _SHOWN_CHARS = 2000  # of a text that is only shown; the others are kept whole or not at all
 RECENT = 1 << 10  # calls of a channel that can still be looked up by their number
 _VERDICT_AT, _VERDICT_BYTES = 64, 4000  # text of a verdict, in the part of the rank that gave it
-_PART_BYTES = 4096 + NUM_RECORDS * _RECORD_BYTES + HEAP_BYTES
+_HEAP_AT = 4096 + NUM_RECORDS * _RECORD_BYTES  # texts, in the part of a rank
+_PART_BYTES = _HEAP_AT + HEAP_BYTES
 
 
 @dataclass(frozen=True)
@@ -51,18 +52,9 @@ class Call:
     label: str = ""
 
     def __str__(self):
-        return call_text(self.op, self.kind, self.peer, self.what, self.where)
-
-
-def call_text(op, kind, peer, what, where):
-    """A call in messages.
-
-    Example:
-        >>> call_text("send", SEND, 1, "4 float32", "cell [3], line 2")
-        'send(4 float32) to rank 1 at cell [3], line 2'
-    """
-    ends = {COLLECTIVE: "", SEND: f" to rank {peer}", RECV: f" from rank {peer}", RECV_ANY: " from any rank"}
-    return op + (f"({what})" if what else "") + f"{ends[kind]} at {where}"
+        """``send(4 float32) to rank 1 at cell [3], line 2``."""
+        ends = {SEND: f" to rank {self.peer}", RECV: f" from rank {self.peer}", RECV_ANY: " from any rank"}
+        return self.op + (f"({self.what})" if self.what else "") + f"{ends.get(self.kind, '')} at {self.where}"
 
 
 def board_bytes(world_size):
@@ -109,16 +101,11 @@ class Board:
         return self.memory[0] != 0
 
     def poison_text(self):
-        if self.memory[0] == 2:
-            return self.given_verdict()[0]
-        (size,) = struct.unpack_from("<I", self.memory, 4)
-        return self.memory[8 : 8 + size].decode(errors="replace")
+        return self.given_verdict()[0] if self.memory[0] == 2 else _text_at(self.memory, 4)
 
     def poison(self, text):
         """End every wait on the board with this text."""
-        data = text.encode()[: POISON_BYTES - 8]
-        self.memory[8 : 8 + len(data)] = data
-        struct.pack_into("<I", self.memory, 4, len(data))
+        _put_text(self.memory, 4, text.encode()[: POISON_BYTES - 8])
         self.memory[0] = 1
 
     def clear_poison(self):
@@ -126,10 +113,7 @@ class Board:
 
     def verdict(self, text, is_hanging):
         """A rank has seen a mistake: end every wait. ``is_hanging``: calls are left that will not complete."""
-        data = text.encode()[:_VERDICT_BYTES]
-        at = self._base(self.rank) + _VERDICT_AT
-        self.memory[at + 4 : at + 4 + len(data)] = data
-        struct.pack_into("<I", self.memory, at, len(data))
+        _put_text(self.memory, self._base(self.rank) + _VERDICT_AT, text.encode()[:_VERDICT_BYTES])
         struct.pack_into("<HB", self.memory, 2, self.rank, int(is_hanging))
         self.memory[0] = 2
 
@@ -138,14 +122,12 @@ class Board:
         if self.memory[0] != 2:
             return None
         rank, is_hanging = struct.unpack_from("<HB", self.memory, 2)
-        at = self._base(rank) + _VERDICT_AT
-        (size,) = struct.unpack_from("<I", self.memory, at)
-        return self.memory[at + 4 : at + 4 + size].decode(errors="replace"), bool(is_hanging), rank
+        return _text_at(self.memory, self._base(rank) + _VERDICT_AT), bool(is_hanging), rank
 
     # publishing
 
-    def publish(self, *, channel, seq, kind, peer, tag, op, where, what, members, facts="", label=""):
-        """Append a call to this rank's log; its index."""
+    def publish(self, channel, seq, kind, peer, tag, op, where, what, members, facts="", label=""):
+        """Append a call to this rank's log; its index. The fields are those of ``Call``."""
         base = self._base(self.rank)
         (index,) = struct.unpack_from("<Q", self.memory, base)
         texts = [t[:_SHOWN_CHARS] for t in (op, where, what)] + [",".join(map(str, members)), facts, label]
@@ -163,9 +145,7 @@ class Board:
             place = self._heap_used
             if place + 4 + len(data) > HEAP_BYTES:
                 return 0  # the heap is full: the call is still counted, its text is lost
-            heap = self._base(self.rank) + 4096 + NUM_RECORDS * _RECORD_BYTES
-            self.memory[heap + place + 4 : heap + place + 4 + len(data)] = data
-            struct.pack_into("<I", self.memory, heap + place, len(data))
+            _put_text(self.memory, self._base(self.rank) + _HEAP_AT + place, data)
             self._texts[text] = place
             self._heap_used += 4 + len(data)
         return place
@@ -181,6 +161,12 @@ class Board:
     def call(self, rank, index):
         """The call with this index in a rank's log, or None when the ring has overwritten it."""
         return self.readers[rank].read(index)
+
+    def last_call(self, rank):
+        """The call that a rank has published last; None if it has made none."""
+        reader = self.readers[rank]
+        reader.pump()
+        return reader.read(max(reader.last.values())) if reader.last else None
 
     def pump(self):
         """Read what the ranks have published since the last time."""
@@ -272,13 +258,18 @@ class _Reader:
     def _text(self, place):
         text = self._read_texts.get(place)
         if text is None:
-            text = self._read_texts[place] = self._read_text(place)
+            text = self._read_texts[place] = _text_at(self.memory, self.base + _HEAP_AT + place)
         return text
 
-    def _read_text(self, place):
-        heap = self.base + 4096 + NUM_RECORDS * _RECORD_BYTES
-        (size,) = struct.unpack_from("<I", self.memory, heap + place)
-        return self.memory[heap + place + 4 : heap + place + 4 + size].decode(errors="replace")
+
+def _put_text(memory, at, data):
+    memory[at + 4 : at + 4 + len(data)] = data
+    struct.pack_into("<I", memory, at, len(data))
+
+
+def _text_at(memory, at):
+    (size,) = struct.unpack_from("<I", memory, at)
+    return memory[at + 4 : at + 4 + size].decode(errors="replace")
 
 
 def rank_list(ranks):

@@ -10,7 +10,6 @@ Not seen: a wait that C++ makes by itself (DDP's reducer at the end of backward)
 """
 import datetime
 import functools
-import os
 import threading
 import time
 import weakref
@@ -22,27 +21,10 @@ from torch.distributed import distributed_c10d
 
 from dtlab.errors import ConfigError
 from dtlab.ranks import guard_buffers
-from dtlab.ranks.board import ANY, COLLECTIVE, RECV, RECV_ANY, SEND, call_text, rank_list
+from dtlab.ranks.board import ANY, COLLECTIVE, RECV_ANY, SEND, Call, rank_list
 from dtlab.ranks.guard import Guard
-from dtlab.ranks.guard_facts import FAMILY, Operands, facts_without_tensors
+from dtlab.ranks.guard_facts import FAMILY, Operands, facts_without_tensors, flat
 from dtlab.ranks.guard_order import here
-
-_P2P = {"send": SEND, "recv_": RECV, "recv_any_source_": RECV_ANY}
-_NAMES = {  # c10d operator -> the name in torch.distributed
-    "allreduce_": "all_reduce",
-    "allgather_": "all_gather",
-    "_allgather_base_": "all_gather_into_tensor",
-    "reduce_scatter_": "reduce_scatter",
-    "_reduce_scatter_base_": "reduce_scatter_tensor",
-    "alltoall_": "all_to_all",
-    "alltoall_base_": "all_to_all_single",
-    "recv_any_source_": "recv",
-    "allreduce_coalesced_": "all_reduce_coalesced",
-    "allgather_coalesced_": "all_gather_coalesced",
-    "allgather_into_tensor_coalesced_": "all_gather_into_tensor_coalesced",
-}
-_TORCH = os.path.dirname(torch.__file__) + os.sep
-_SKIPPED_FILES = (_TORCH, "/dtlab/ranks/", "/dtlab/record/", "<frozen ", "/contextlib.py", "<string>")
 
 
 class Stopped(BaseException):
@@ -62,7 +44,7 @@ class Publisher:
     def __init__(self, board, present):
         self.board, self.rank = board, board.rank
         self.present = present  # ranks that take part in the running cell
-        self.stopped_at = 0.0  # when a call was last ended by the poison
+        self.stopped_at = 0.0  # when something was last ended by the poison
         self._seqs = {}  # (channel, kind) -> next number
         self._groups = {}  # group name -> (global ranks, hash of name and ranks)
         self._works = {}  # id(Work) -> (weak reference to it, index of its call)
@@ -84,11 +66,13 @@ class Publisher:
         site = site or here()
         where = f"{label_of(site.where[0])}, line {site.where[1]}" if site.where[1] else site.where[0]
         wanted = members if kind == COLLECTIVE else (peer,) if peer != ANY else ()
-        absent = [r for r in wanted if r not in self.present]
-        if absent:
-            raise ConfigError(absent_text(op, absent, members, self.present))
+        if absent := [r for r in wanted if r not in self.present]:
+            raise ConfigError(
+                f"{op} needs {rank_list(absent)}, not in this cell (it runs on {rank_list(self.present)}): "
+                f"run the cell on {rank_list(members)}, or use a group of those that run"
+            )
         if self.board.poisoned:
-            self._stop(call_text(op, kind, peer, what, where))
+            self.stop(str(Call(-1, 0, 0, kind, peer, tag, op, where, what, members)))
         if kind == COLLECTIVE:  # unguarded, another collective on a peer is not the matching call
             channel = _number(key if self.guard.on else f"{key}|{FAMILY.get(op, op)}")
         else:
@@ -97,12 +81,10 @@ class Publisher:
         with self._lock:
             seq = self._seqs.get((channel, kind), 0)
             self._seqs[channel, kind] = seq + 1
-            index = self.board.publish(
-                channel=channel, seq=seq, kind=kind, peer=peer, tag=tag, op=op, where=where, what=what,
-                members=members, facts=facts, label=site.label,
-            )  # fmt: skip
+            fields = (channel, seq, kind, peer, tag, op, where, what, members, facts, site.label)
+            index = self.board.publish(*fields)
         if self.guard.on and kind != RECV_ANY:
-            self.guard.compare(index, wanted, channel, seq, kind, members, site, facts)
+            self.guard.compare(Call(index, *fields), wanted)
         return index
 
     def remember(self, work, index):
@@ -125,6 +107,13 @@ class Publisher:
             self._poll(index, call, work if call.kind == COLLECTIVE else None, timeout)
         self.guard.catch_up(index)
 
+    def gate_barrier(self, index, timeout_ms):
+        """Poll as ``monitored_barrier`` does, which tells who has not come."""
+        self.gate(index, timeout=datetime.timedelta(milliseconds=timeout_ms))
+        if missing := self.board.missing(self.rank, self.board.call(self.rank, index)):
+            text = f"{rank_list(missing)} did not arrive within {timeout_ms / 1000:g} s"
+            raise RuntimeError(f"monitored_barrier: {text}")
+
     def _poll(self, index, call, work, timeout):
         deadline = None if timeout is None else time.monotonic() + timeout.total_seconds()
         self.board.set_waiting(index, alone=_is_alone())
@@ -132,7 +121,7 @@ class Publisher:
             pause = 2e-5
             while self._closed(call) and not (work is not None and work.is_completed()):
                 if self.board.poisoned:
-                    self._stop(str(call))
+                    self.stop(str(call))
                 if deadline is not None and time.monotonic() > deadline:
                     return  # torch's own wait reports the time-out the caller asked for
                 time.sleep(pause)
@@ -140,7 +129,8 @@ class Publisher:
         finally:
             self.board.set_waiting(None)
 
-    def _stop(self, call):
+    def stop(self, call=""):
+        """End what this rank does, with the board's text; ``call``: what it waits in."""
         self.stopped_at = time.monotonic()
         raise Stopped(self.board.poison_text(), call)
 
@@ -152,14 +142,6 @@ class Publisher:
 def _is_alone():
     """Whether no other thread of the reader's could make the call that this one waits for."""
     return not any(t is not threading.current_thread() and not t.daemon for t in threading.enumerate())
-
-
-def absent_text(op, absent, members, present):
-    """Message for a call that needs ranks outside the running cell."""
-    return (
-        f"{op} needs {rank_list(absent)}, not in this cell (it runs on {rank_list(present)}): "
-        f"run the cell on {rank_list(members)}, or use a group of those that run"
-    )
 
 
 @functools.lru_cache(4096)
@@ -195,41 +177,39 @@ def install():
         namespace, name = full_name.split("::")
         if namespace == "c10d" and name != "check_for_nan":
             op = getattr(torch.ops.c10d, name).default
-            kernel = _barrier_kernel(op, after) if name == "monitored_barrier_" else _kernel(op, name, after)
-            library.impl(op, kernel, "BackendSelect", with_keyset=True)
+            library.impl(op, _kernel(op, after), "BackendSelect", with_keyset=True)
     functional = install.functional = torch.library.Library("_c10d_functional", "IMPL")
     wait = torch.ops._c10d_functional.wait_tensor.default
     functional.impl(wait, _wait_kernel(wait, after), "BackendSelect", with_keyset=True)
-    _replace_work_wait()
+    work_type = distributed_c10d.Work
+    gate_wait(work_type)
+    for name in ("is_completed", "get_future"):
+        setattr(work_type, name, _closing(getattr(work_type, name)))
     _gate_new_group()
     _explain_group_ranks()
     guard_buffers.install(lambda: current and current.guard.buffers)
 
 
-def _kernel(op, name, after):
-    names = [a.name for a in op._schema.arguments]
-    group_at, kind = names.index("process_group"), _P2P.get(name, COLLECTIVE)
-    public = _NAMES.get(name, name.strip("_"))
-    tensors_at = 0 if kind != COLLECTIVE else max(0, next((i for i, n in enumerate(names) if n.startswith("input")), 0))
-    peer_at = names.index("dst") if kind == SEND else names.index("src") if kind == RECV else None
-    tag_at = names.index("tag") if kind != COLLECTIVE else None
-    work_at = None if len(op._schema.returns) == 1 else -1
-    operands = Operands(name, names, public)
+def _kernel(op, after):
+    operands, work_at = Operands(op), None if len(op._schema.returns) == 1 else -1
+    public, kind = operands.public, operands.kind
 
     def kernel(keyset, *args):
         publisher = current
         if publisher is None:
             return op.redispatch(keyset & after, *args)
-        started, group = time.perf_counter(), dist.ProcessGroup.unbox(args[group_at])
+        started, group = time.perf_counter(), dist.ProcessGroup.unbox(args[operands.group])
         members, key = publisher.group_facts(group)
-        peer = ANY if peer_at is None else members[args[peer_at]]
-        tag = 0 if tag_at is None else args[tag_at]
+        peer = ANY if operands.peer is None else members[args[operands.peer]]
+        tag = 0 if operands.tag is None else args[operands.tag]
         site, guard, facts = here(), publisher.guard, ""
         if guard.on:
             facts, *tensors = guard.examine(operands, args, members, site)
-        index = publisher.publish(
-            public, kind, members, key, peer, tag, _describe(args[tensors_at], public), facts, site
-        )
+        what = "" if operands.shown is None else _describe(flat(args[operands.shown]))
+        index = publisher.publish(public, kind, members, key, peer, tag, what, facts, site)
+        if public == "monitored_barrier":  # it has no handle, and waits with sends and receives of its own
+            publisher.gate_barrier(index, args[3])
+            return op.redispatch(keyset & after, *args)
         out = op.redispatch(keyset & after, *args)
         work = distributed_c10d.Work.unbox(out if work_at is None else out[work_at])
         if work is None:  # NCCL gives no handle for a synchronous call, so nothing else would wait in Python
@@ -239,36 +219,18 @@ def _kernel(op, name, after):
         if guard.on and work is not None and site.direct and operands.gives_handle(args):
             guard.buffers.open(work, index, *tensors)
         if observer is not None:
-            observer.issued(started, op, public, group, members, peer, tag, args, work)
+            observer.issued(started, index, operands, group, members, peer, tag, args)
         if kind == COLLECTIVE:
-            _note_results(publisher, args[0], index)
+            _note_results(publisher, flat(args[0]), index)
         return out
-
-    return kernel
-
-
-def _barrier_kernel(op, after):
-    """``monitored_barrier`` has no handle to wait for, and waits with sends and receives of its own."""
-
-    def kernel(keyset, tensor, group, device_ids, timeout_ms, *rest):
-        if current is not None:
-            members, key = current.group_facts(dist.ProcessGroup.unbox(group))
-            index = current.publish(
-                "monitored_barrier", COLLECTIVE, members, key, facts=facts_without_tensors("monitored_barrier")
-            )
-            current.gate(index, timeout=datetime.timedelta(milliseconds=timeout_ms))
-            if missing := current.board.missing(current.rank, current.board.call(current.rank, index)):
-                text = f"{rank_list(missing)} did not arrive within {timeout_ms / 1000:g} s"
-                raise RuntimeError(f"monitored_barrier: {text}")
-        return op.redispatch(keyset & after, tensor, group, device_ids, timeout_ms, *rest)
 
     return kernel
 
 
 def _note_results(publisher, tensors, index):
     """Functional collectives wait by tensor, not by handle: note which call fills which storage."""
-    for tensor in tensors if isinstance(tensors, (list, tuple)) else [tensors]:
-        if isinstance(tensor, torch.Tensor) and tensor.layout == torch.strided:
+    for tensor in tensors:
+        if tensor.layout == torch.strided:
             publisher._by_tensor[tensor.untyped_storage()._cdata] = index
     while len(publisher._by_tensor) > 256:
         publisher._by_tensor.pop(next(iter(publisher._by_tensor)))
@@ -276,61 +238,50 @@ def _note_results(publisher, tensors, index):
 
 def _wait_kernel(op, after):
     def kernel(keyset, tensor):
-        started = time.perf_counter()
-        index, publisher = None, current
+        started, index, publisher = time.perf_counter(), None, current
         if publisher is not None:
             publisher._last = None
             index = publisher._by_tensor.pop(tensor.untyped_storage()._cdata, None)
             if index is not None:
                 publisher.gate(index)
         out = op.redispatch(keyset & after, tensor)
-        if index is not None:
-            publisher.guard.buffers.close(index)
-        if observer is not None:
-            observer.waited_for(tensor, started)
+        _has_waited(publisher, index, started)
         return out
 
     return kernel
 
 
-def _describe(tensors, op):
-    """``4x3 float32`` of the tensor a call sends; the first of a list, with the number of the rest."""
-    if op == "barrier":
+def _describe(tensors):
+    """``4x3 float32`` of the tensor a call sends; the first of several, with the number of the rest."""
+    if not tensors:
         return ""
-    more = ""
-    while isinstance(tensors, (list, tuple)):
-        if not tensors:
-            return ""
-        more = f" and {len(tensors) - 1} more" if len(tensors) > 1 else more
-        tensors = tensors[0]
-    return _shape_text(tuple(tensors.shape), tensors.dtype) + more
+    more = f" and {len(tensors) - 1} more" if len(tensors) > 1 else ""
+    shape = "x".join(map(str, tensors[0].shape)) or "scalar"
+    return f"{shape} {str(tensors[0].dtype).removeprefix('torch.')}{more}"
 
 
-@functools.lru_cache(1024)
-def _shape_text(shape, dtype):
-    return "x".join(map(str, shape or ("scalar",))) + " " + str(dtype).removeprefix("torch.")
+def _has_waited(publisher, index, started):
+    """A wait for a call has ended, which began at ``started``."""
+    if index is not None:
+        publisher.guard.buffers.close(index)
+        if observer is not None:
+            observer.waited(index, started)
 
 
-def _replace_work_wait():
-    work_type = torch._C._distributed_c10d.Work
+def gate_wait(work_type):
+    """Put the gate before ``wait`` of a kind of handle."""
     original = work_type.wait
 
     @functools.wraps(original)
     def wait(self, *args, **kwargs):
-        started = time.perf_counter()
-        index, publisher = None, current
+        started, index, publisher = time.perf_counter(), None, current
         if publisher is not None:
             index = publisher.gate_work(self, (args[0] if args else kwargs.get("timeout")))
         done = original(self, *args, **kwargs)
-        if index is not None:
-            publisher.guard.buffers.close(index)
-        if observer is not None:
-            observer.waited(self, started)
+        _has_waited(publisher, index, started)
         return done
 
     work_type.wait = wait
-    for name in ("is_completed", "get_future"):
-        setattr(work_type, name, _closing(getattr(work_type, name)))
 
 
 def _closing(method):

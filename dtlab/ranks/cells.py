@@ -1,9 +1,7 @@
 """On a rank: run cells and functions in the rank's namespace, and describe what went wrong."""
 import ast
-import io
 import linecache
 import sys
-import tokenize
 import traceback
 import types
 
@@ -11,6 +9,7 @@ import torch.distributed as dist
 
 from dtlab.errors import ConfigError, DtlabError
 from dtlab.ranks import calls, console
+from dtlab.ranks.guard_order import USERS, owner
 from dtlab.ranks.settings import PREDEFINED
 
 _ENGINE = ("/dtlab/ranks/", "/dtlab/record/", "/dtlab/checks/")
@@ -82,23 +81,16 @@ def run_code(code, label, namespace, show):
     remember_source(filename, label, code)
     tree = ast.parse(code, filename)
     last = None
-    if tree.body and isinstance(tree.body[-1], ast.Expr) and not _ends_with_semicolon(code):
-        last = ast.Expression(tree.body.pop().value)
+    if tree.body and isinstance(tree.body[-1], ast.Expr):
+        line = code.split("\n")[tree.body[-1].end_lineno - 1].encode()
+        if not line[tree.body[-1].end_col_offset :].lstrip().startswith(b";"):
+            last = ast.Expression(tree.body.pop().value)
     exec(compile(tree, filename, "exec"), namespace.vars)
     if last is not None:
         value = eval(compile(last, filename, "eval"), namespace.vars)
         if value is not None:
             namespace.vars["_"] = value
             show(value)
-
-
-def _ends_with_semicolon(code):
-    skip = (tokenize.COMMENT, tokenize.NL, tokenize.NEWLINE, tokenize.ENDMARKER, tokenize.DEDENT)
-    last = ""
-    for token in tokenize.generate_tokens(io.StringIO(code).readline):
-        if token.type not in skip:
-            last = token.string
-    return last == ";"
 
 
 def run_function(function, args, kwargs, all_globals, namespace):
@@ -125,7 +117,8 @@ def describe_error(error):
     if isinstance(error, SyntaxError) and error.lineno and error.filename:
         source = (error.text or linecache.getline(error.filename, error.lineno)).rstrip()
         frames = [traceback.FrameSummary(error.filename, error.lineno, "<module>", line=source, lookup_line=False)]
-    own = [f for f in frames if _is_users(f.filename)] or frames[-1:]
+    users = [f for f in frames if owner(f.filename) == USERS]
+    own = users or frames[-1:]
     deepest = [] if not frames or frames[-1] in own or isinstance(error, DtlabError) else [frames[-1]]
     message = error.msg if isinstance(error, SyntaxError) else _text_of(error)
     if isinstance(error, SyntaxError) and own and own[0].line and own[0].line.lstrip()[:1] in "%!":
@@ -135,8 +128,8 @@ def describe_error(error):
         "type": type(error).__name__,
         "message": message if len(message) < 5000 else message[:5000] + " ...",
         "frames": [(*_place(f), f.name, f.line) for f in own + deepest],
-        "traceback": _text_of_traceback(error),
-        "place": "{}, line {}".format(*_place(own[-1])) if own and _is_users(own[-1].filename) else "",
+        "traceback": "".join(traceback.format_exception(error)),
+        "place": "{}, line {}".format(*_place(users[-1])) if users else "",
         "call": _call_of(error),
         "group_ended": "gloo" in message or not dist.is_initialized(),
         "lost_peer": isinstance(error, RuntimeError) and any(text in message for text in _LOST),
@@ -156,13 +149,6 @@ def _text_of(error):
         return f"(its text cannot be shown: {type(second).__name__})"
 
 
-def _text_of_traceback(error):
-    try:
-        return "".join(traceback.format_exception(error))
-    except Exception:
-        return "".join(traceback.format_tb(error.__traceback__)) + type(error).__name__ + "\n"
-
-
 def _call_of(error):
     """The communication call in which a rank was stopped: a second stop may hide the first, which knew it."""
     while error is not None:
@@ -170,11 +156,6 @@ def _call_of(error):
             return call
         error = error.__context__
     return ""
-
-
-def _is_users(filename):
-    library = ("site-packages", "dist-packages", "<frozen ", f"lib/python{sys.version_info.major}.")
-    return not any(part in filename for part in library) or filename.startswith("<cell")
 
 
 def show_value(value, show):

@@ -1,6 +1,5 @@
 """On a rank: what code prints and shows becomes messages to the notebook, whole lines at a time."""
 import base64
-import contextlib
 import io
 import os
 import sys
@@ -62,39 +61,32 @@ class Stream(io.TextIOBase):
 
 def mime_bundle(value):
     """MIME type -> data for a value shown in a cell; plain text always."""
-    bundle = {"text/plain": _plain(value)}
+    text = repr(value)
+    if len(text) > _REPR_CHARS:
+        text = f"{text[:_REPR_CHARS]} ... ({len(text)} characters)"
+    bundle = {"text/plain": text}
     if _is_figure(value):
-        bundle["image/png"] = figure_png(value)
-        return bundle
-    own = getattr(type(value), "_repr_mimebundle_", None)
-    if own is not None and not isinstance(value, type):
-        with contextlib.suppress(Exception):
-            made = own(value)
-            return {**bundle, **(made[0] if isinstance(made, tuple) else made)}
+        png = io.BytesIO()
+        value.savefig(png, format="png", bbox_inches="tight")
+        return {**bundle, "image/png": base64.b64encode(png.getvalue()).decode()}
+    if own := _of_method(value, "_repr_mimebundle_"):
+        return {**bundle, **own}
     for method, mime in _RICH.items():
-        function = getattr(type(value), method, None)
-        if function is not None and not isinstance(value, type):
-            try:
-                data = function(value)
-            except Exception:
-                continue  # plain text is there
-            if isinstance(data, tuple):
-                data = data[0]
-            if data is not None:
-                bundle[mime] = base64.b64encode(data).decode() if isinstance(data, bytes) else data
+        if (data := _of_method(value, method)) is not None:
+            bundle[mime] = base64.b64encode(data).decode() if isinstance(data, bytes) else data
     return bundle
 
 
-def _plain(value):
-    text = repr(value)
-    return text if len(text) <= _REPR_CHARS else text[:_REPR_CHARS] + f" ... ({len(text)} characters)"
-
-
-def figure_png(figure):
-    """A matplotlib figure as base64 PNG."""
-    data = io.BytesIO()
-    figure.savefig(data, format="png", bbox_inches="tight")
-    return base64.b64encode(data.getvalue()).decode()
+def _of_method(value, name):
+    """What a method of a value gives, without the metadata beside it; None if it has none, or fails."""
+    method = getattr(type(value), name, None)
+    if method is None or isinstance(value, type):
+        return None
+    try:
+        made = method(value)
+    except Exception:
+        return None  # plain text is there
+    return made[0] if isinstance(made, tuple) else made
 
 
 def _is_figure(value):

@@ -7,7 +7,7 @@ from dtlab.ranks import console, worker
 
 def show(*_, **__):
     """Show and close all open figures."""
-    console.show_open_figures(worker.show)
+    console.show_open_figures(worker._worker.send_output)
 
 
 FigureCanvasAgg.manager_class.pyplot_show = classmethod(lambda cls, *, block=None: show())

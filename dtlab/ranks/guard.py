@@ -99,12 +99,11 @@ class Guard:
 
     # comparing
 
-    def compare(self, index, wanted, channel, seq, kind, members, site, facts):
+    def compare(self, mine, wanted):
         """Compare a call that was just published with those of the peers that are there."""
-        mine = (index, channel, seq, kind, members, site.label, facts)
-        late = [peer for peer in wanted if peer != self.rank and not self._compare_with(peer, *mine)]
+        late = [peer for peer in wanted if peer != self.rank and not self._compare_with(peer, mine)]
         if late:
-            self._late[index] = mine, late
+            self._late[mine.index] = mine, late
             if len(self._late) > _NUM_LATE:
                 self._late.pop(next(iter(self._late)))
 
@@ -112,36 +111,37 @@ class Guard:
         """The peers that were late have published: compare now."""
         mine, late = self._late.pop(index, (None, ()))
         for peer in late:
-            self._compare_with(peer, *mine)
+            self._compare_with(peer, mine)
 
-    def _compare_with(self, peer, index, channel, seq, kind, members, label, facts):
+    def _compare_with(self, peer, mine):
         """True if the peer's call is there, and fits."""
-        record = self.board.matching(peer, channel, seq, _PARTNER.get(kind, kind))
+        record = self.board.matching(peer, mine.channel, mine.seq, _PARTNER.get(mine.kind, mine.kind))
         if record is None:
             return False
-        key = peer, channel, record[-2:], label, facts
+        key = peer, mine.channel, record[-2:], mine.label, mine.facts
         if key in self._fine:
             return True
         theirs = self.board.call(peer, record[0])
         if theirs is None or not theirs.facts:
             return True
-        wrong = difference(facts, theirs.facts, members.index(self.rank), members.index(peer))
+        wrong = difference(mine.facts, theirs.facts, mine.members.index(self.rank), mine.members.index(peer))
         if wrong:
-            self._mismatch(wrong, peer, channel, seq, kind, members)
-        if label == theirs.label or not label or not theirs.label:
+            self._mismatch(wrong, peer, mine)
+        if mine.label == theirs.label or not theirs.label:
             if len(self._fine) > _NUM_FINE:
                 self._fine.clear()
             self._fine.add(key)
         else:
-            self._compare_labels(peer, self.board.call(self.rank, index), theirs)
+            self._compare_labels(peer, mine, theirs)
         return True
 
-    def _mismatch(self, wrong, peer, channel, seq, kind, members):
-        both, is_message = rank_list((self.rank, peer)), kind != COLLECTIVE
+    def _mismatch(self, wrong, peer, mine):
+        both, is_message = rank_list((self.rank, peer)), mine.kind != COLLECTIVE
         what = "do not agree on a message" if is_message else "do not make the same call"
         groups = {}
-        for rank in sorted((self.rank, peer) if is_message else members):
-            record = self.board.matching(rank, channel, seq, kind if rank == self.rank else _PARTNER.get(kind, kind))
+        for rank in sorted((self.rank, peer) if is_message else mine.members):
+            kind = mine.kind if rank == self.rank else _PARTNER.get(mine.kind, mine.kind)
+            record = self.board.matching(rank, mine.channel, mine.seq, kind)
             call = record and self.board.call(rank, record[0])
             if call:
                 groups.setdefault((call.facts, call.where, call.kind), (call, []))[1].append(rank)
@@ -149,8 +149,6 @@ class Guard:
         self.refuse("\n".join([f"{both} {what}: {wrong}", *lines, _MESSAGE if is_message else _ALIKE]), is_hanging=True)
 
     def _compare_labels(self, peer, mine, theirs):
-        if mine is None or not (mine.facts and mine.label and theirs.label):
-            return  # lost: this rank's texts are full
         root = json.loads(mine.facts).get("root")
         root = root if root is not None and (root == self.rank) != (root == peer) else -1
         pair = Pair(mine.seq, json.loads(mine.label), json.loads(theirs.label), root, (mine, theirs))

@@ -5,23 +5,24 @@ seen by a dispatch mode, which costs some microseconds an operator; so it is on 
 code is open. It is put at the bottom of the stack of modes, so that other modes end in their own order.
 """
 import functools
+import types
 import weakref
 from typing import NamedTuple
 
+import numpy as np
 import torch
-from torch.multiprocessing.reductions import StorageWeakRef
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from dtlab.ranks.guard_order import here
 
 _NO_DATA = ("empty", "new_empty", "empty_like", "zeros_like", "ones_like", "full_like", "rand_like", "randn_like")
 _NO_DATA += ("new_zeros", "new_ones", "new_full", "set_", "resize_", "sym_size", "is_same_size", "randint_like")
+_ANYWHERE = 1 << 40  # an address for layouts that are only compared
 
 
 class Span(NamedTuple):
     """Bytes of one storage that an open call uses."""
 
-    storage: StorageWeakRef
     first: int
     end: int
     is_read: bool  # the call reads them: others may too
@@ -41,11 +42,20 @@ class Buffers:
     def open(self, work, index, read, written):
         """A handle went to the reader's code: watch what its call reads and writes."""
         self.handles[index] = weakref.ref(work)
-        self._lent[index] = [(weakref.ref(t), t.untyped_storage(), t.data_ptr()) for t in (*read, *written) if lends(t)]
-        for s in [span(t, True, index) for t in read] + [span(t, False, index) for t in written]:
-            if s is not None:
-                self._spans.setdefault(s.storage.cdata, []).append(s)
+        self._lent[index] = []
+        for is_read, tensors in ((True, read), (False, written)):
+            for tensor in tensors:
+                if tensor.layout == torch.strided and tensor.numel():
+                    self._lend(tensor, is_read, index)
         self.sync()
+
+    def _lend(self, tensor, is_read, index):
+        storage = tensor.untyped_storage()
+        self._lent[index].append((weakref.ref(tensor), storage, tensor.data_ptr()))
+        if tensor.is_contiguous():  # else its bytes are not one run
+            first = tensor.storage_offset() * tensor.itemsize
+            span = Span(first, first + tensor.nbytes, is_read, index)
+            self._spans.setdefault(storage._cdata, []).append(span)
 
     def close(self, index):
         """The call is done."""
@@ -84,43 +94,24 @@ class Buffers:
         if tensor.layout != torch.strided or not self._spans:
             return
         for s in self._spans.get(tensor.untyped_storage()._cdata, ()):
-            if (writes or not s.is_read) and not s.storage.expired() and touches(tensor, s.first, s.end):
+            if (writes or not s.is_read) and touches(tensor, s.first, s.end):
                 self.refuse(s.index, "writes" if writes else "reads", site or here())
-
-
-def lends(tensor):
-    """Whether a tensor has memory that a call may use; it must stay until the call is done."""
-    return tensor.layout == torch.strided and tensor.numel() > 0
-
-
-def span(tensor, is_read, index):
-    """The bytes of a tensor; None where they are not one run (a column), and where there are none."""
-    if tensor.layout != torch.strided or not tensor.is_contiguous() or not tensor.numel():
-        return None
-    first = tensor.storage_offset() * tensor.itemsize
-    return Span(StorageWeakRef(tensor.untyped_storage()), first, first + tensor.nbytes, is_read, index)
 
 
 def touches(tensor, first, end):
     """Whether any element of a tensor lies in bytes ``first`` to ``end`` of its storage. Exact for strided views."""
     size = tensor.itemsize
-    dims = sorted(zip(tensor.stride(), tensor.shape), reverse=True)
+    start, strides = tensor.storage_offset() * size, tuple(stride * size for stride in tensor.stride())
+    if tensor.is_contiguous():
+        return start < end and first < start + tensor.nbytes and tensor.nbytes > 0
+    elements = _layout(start, tuple(tensor.shape), strides, size)
+    return np.shares_memory(elements, _layout(first, (end - first,), (1,), 1))
 
-    def search(at, dims):
-        reach = sum(stride * (n - 1) for stride, n in dims)
-        if (at + reach + 1) * size <= first or at * size >= end:
-            return False
-        if not dims or all(stride == 1 or n == 1 for stride, n in dims):
-            return True
-        (stride, n), rest = dims[0], dims[1:]
-        inner = sum(s * (m - 1) for s, m in rest)
-        if stride == 0:
-            return search(at, rest)
-        low = max(0, (first // size - at - inner) // stride)
-        high = min(n - 1, (end // size - at) // stride)
-        return any(search(at + i * stride, rest) for i in range(low, high + 1))
 
-    return tensor.numel() > 0 and search(tensor.storage_offset(), dims)
+def _layout(start, shape, strides, size):
+    """An array of elements that lie so, in bytes. NumPy compares where they are, and reads none."""
+    interface = {"data": (_ANYWHERE + start, True), "shape": shape, "strides": strides, "typestr": f"|V{size}"}
+    return np.asarray(types.SimpleNamespace(__array_interface__={**interface, "version": 3}))
 
 
 @functools.lru_cache(4096)

@@ -3,12 +3,29 @@ import functools
 import json
 import math
 import sys
+import traceback
 import zlib
 
 import torch
 
+from dtlab.ranks.board import COLLECTIVE, RECV, RECV_ANY, SEND
+
 REDUCE_OPS = ("SUM", "AVG", "PRODUCT", "MIN", "MAX", "BAND", "BOR", "BXOR", "PREMUL_SUM")
 FAMILY = {"all_gather_into_tensor": "all_gather", "all_to_all_single": "all_to_all"}  # gloo runs them alike
+_P2P = {"send": SEND, "recv_": RECV, "recv_any_source_": RECV_ANY}
+_NAMES = {  # c10d operator -> the name in torch.distributed
+    "allreduce_": "all_reduce",
+    "allgather_": "all_gather",
+    "_allgather_base_": "all_gather_into_tensor",
+    "reduce_scatter_": "reduce_scatter",
+    "_reduce_scatter_base_": "reduce_scatter_tensor",
+    "alltoall_": "all_to_all",
+    "alltoall_base_": "all_to_all_single",
+    "recv_any_source_": "recv",
+    "allreduce_coalesced_": "all_reduce_coalesced",
+    "allgather_coalesced_": "all_gather_coalesced",
+    "allgather_into_tensor_coalesced_": "all_gather_into_tensor_coalesced",
+}
 _ORDERED = ("allreduce_", "broadcast_", "reduce_", "scatter_", "reduce_scatter_")  # gloo moves bytes in memory order
 _ALL_TO_ALL = ("alltoall_", "alltoall_base_")
 _OUTPUT_LISTS = ("allgather_", "gather_", "alltoall_")
@@ -19,11 +36,16 @@ _GAPS = (0,)  # the layout of a tensor that does not fill its part of memory
 class Operands:
     """How to read the arguments of one c10d operator. ``read`` and ``written`` below are what ``lists`` returns."""
 
-    def __init__(self, name, names, public):
-        self.name, self.public = name, public
-        find = lambda *starts: next((i for i, n in enumerate(names) if n.startswith(starts)), None)  # noqa: E731
+    def __init__(self, op):
+        self.name = op._schema.name.split("::")[1]
+        self.public, self.kind = _NAMES.get(self.name, self.name.strip("_")), _P2P.get(self.name, COLLECTIVE)
+        names = [a.name for a in op._schema.arguments]
+        find = lambda start: next((i for i, n in enumerate(names) if n.startswith(start)), None)
+        self.group, self.tag = find("process_group"), find("tag")
+        self.peer = {SEND: find("dst"), RECV: find("src")}.get(self.kind)
         self.outputs, self.inputs = find("output"), find("input")
-        self.tensors = find("tensor") if self.outputs is None and name != "barrier" else None
+        self.tensors = find("tensor") if self.outputs is None and "barrier" not in self.name else None
+        self.shown = self.tensors if self.inputs is None else self.inputs  # what a call is described by
         self.reduce, self.root, self.is_async = find("reduce_op"), find("root_rank"), find("async_op")
         self.splits = find("input_split"), find("output_split")
 
@@ -38,7 +60,7 @@ class Operands:
 
     def gives_handle(self, args):
         """Whether the caller gets a handle that it must await."""
-        if self.name in ("send", "recv_", "recv_any_source_"):
+        if self.kind != COLLECTIVE:
             return True
         if self.is_async is None:  # versions of torch whose operators do not tell
             return bool(_local("async_op"))
@@ -108,11 +130,11 @@ class Operands:
         return next(t for strides, t in layouts.items() if strides) if len(layouts) > 1 else None
 
 
-def flat(tensors):
-    """Tensors of a tensor, a list, or a list of lists."""
-    if isinstance(tensors, torch.Tensor):
-        return [tensors]
-    return [t for part in tensors for t in (part if isinstance(part, (list, tuple)) else [part])]
+def flat(value):
+    """The tensors in a value: itself, or those in nested lists and tuples, in order."""
+    if isinstance(value, torch.Tensor):
+        return [value]
+    return [t for part in value for t in flat(part)] if isinstance(value, (list, tuple)) else []
 
 
 def _splits(sizes, tensor, n):
@@ -133,10 +155,10 @@ def reduce_name(reduce_op):
 
 def _local(name):
     """A variable of the function in distributed_c10d that is running; None if there is none."""
-    frame = sys._getframe()
-    while frame is not None and not frame.f_code.co_filename.endswith("/distributed_c10d.py"):
-        frame = frame.f_back
-    return frame and frame.f_locals.get(name)
+    for frame, _ in traceback.walk_stack(sys._getframe()):
+        if frame.f_code.co_filename.endswith("/distributed_c10d.py"):
+            return frame.f_locals.get(name)
+    return None
 
 
 def layout(tensor):

@@ -5,19 +5,17 @@ import threading
 
 
 class Interrupts:
-    """How often the reader has interrupted since the cell started."""
+    """Whether the reader has interrupted."""
 
-    def __init__(self):
-        self.count = self.handled = 0
+    new = False  # one that nobody has handled yet
 
     def note(self, *_):
         """The signal handler."""
-        self.count += 1
+        self.new = True
 
     def take(self):
-        """Whether there is an interrupt that nobody has handled yet."""
-        new = self.count > self.handled
-        self.handled = self.count
+        """Whether there is a new one; it is handled then."""
+        new, self.new = self.new, False
         return new
 
 

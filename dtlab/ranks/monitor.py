@@ -60,7 +60,7 @@ class Monitor:
         self.board, self.ranks, self.limit_s = board, list(ranks), limit_s
         self._communicates = communicates  # asks a rank whether its main thread is inside torch's communication code
         self._answers = {}  # rank -> (time, answer)
-        self._pids, self._processes = pids, {}
+        self._pids = pids
         self._cpu_s = dict.fromkeys(ranks, 0.0)
         self._children_s = {}  # rank -> processor seconds of the processes it has started
         self._moved_at = dict.fromkeys(ranks, time.monotonic())  # last time a rank used the processor or issued a call
@@ -118,8 +118,7 @@ class Monitor:
 
     def wait_in_torch(self, rank):
         """``[wait]`` of a rank that sits in torch though all members have made its last call; else empty."""
-        last = self.board.readers[rank].last
-        call = self.board.call(rank, max(last.values())) if last else None
+        call = self.board.last_call(rank)
         return [Wait(call, [])] if call and self._sits_in_communication(rank) else []
 
     def verdict(self, ended, failed):
@@ -130,7 +129,7 @@ class Monitor:
         self._last = look.signature, sorted(stuck)
         return stuck if agreed else {}
 
-    def watch_progress(self, ended, failed):
+    def watch_progress(self):
         """Note which ranks use the processor or issue calls."""
         now = time.monotonic()
         if now - self._checked_at < PROGRESS_EVERY_S:
@@ -146,11 +145,11 @@ class Monitor:
     def _children_work(self, rank):
         """Whether processes of a quiet rank (data loaders, a download) have used the processor since the last look."""
         quiet_s = time.monotonic() - self._moved_at[rank]
-        if self.limit_s is None or quiet_s < self.limit_s / 2 or rank not in self._processes:
+        if self.limit_s is None or quiet_s < self.limit_s / 2:
             return False
         before, self._children_s[rank] = self._children_s.get(rank), 0.0
         with contextlib.suppress(psutil.Error):
-            children = self._processes[rank].children(recursive=True)
+            children = psutil.Process(self._pids[rank]).children(recursive=True)
             self._children_s[rank] = sum(sum(c.cpu_times()[:2]) for c in children)
         return before is not None and self._children_s[rank] > before + 0.02
 
@@ -159,9 +158,7 @@ class Monitor:
 
     def _cpu(self, rank):
         try:
-            if rank not in self._processes:
-                self._processes[rank] = psutil.Process(self._pids[rank])
-            times = self._processes[rank].cpu_times()
+            times = psutil.Process(self._pids[rank]).cpu_times()
             return times.user + times.system
         except psutil.Error:
             return self._cpu_s[rank]

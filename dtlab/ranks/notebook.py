@@ -86,7 +86,7 @@ def cell_sources(filenames):
 
 
 def missing_name_hint(name):
-    """The cure for a name that a rank does not know but the notebook does."""
+    """The cure for a name that a rank does not know but the notebook does; empty for another, or None."""
     ipython = sys.modules.get("IPython")
     shell = ipython.get_ipython() if ipython else None
     if shell is not None and name in shell.user_ns:

@@ -2,7 +2,6 @@
 import atexit
 import contextlib
 import os
-import signal
 import subprocess
 import sys
 import threading
@@ -10,6 +9,7 @@ import time
 
 from dtlab.errors import RankError
 from dtlab.ranks.wire import Channel, channel_pair
+from dtlab.ranks.zygote import kill_group
 
 READY_WITHIN_S = 120  # imports on a slow, loaded machine
 _QUIET = {  # read by libraries when they are first imported
@@ -21,16 +21,12 @@ _QUIET = {  # read by libraries when they are first imported
 }
 
 
-def start_method():
-    """``fork`` on Linux, ``spawn`` elsewhere; DTLAB_START_METHOD overrides."""
-    return os.environ.get("DTLAB_START_METHOD") or ("fork" if sys.platform == "linux" else "spawn")
-
-
 class Nursery:
     """One zygote. Started in the background: the constructor returns at once, ``wait_ready`` waits for its imports."""
 
     def __init__(self):
-        self.method, self.owner = start_method(), os.getpid()
+        self.owner = os.getpid()
+        self.method = os.environ.get("DTLAB_START_METHOD") or ("fork" if sys.platform == "linux" else "spawn")
         mine, theirs = channel_pair()
         argv = [sys.executable, "-c", _PROGRAM, repr(sys.path), str(theirs.fileno()), self.method]
         argv.append(str(int(threading.current_thread() is threading.main_thread())))
@@ -45,90 +41,71 @@ class Nursery:
         )
         theirs.close()
         self.channel = Channel(mine)
-        self.facts = None  # what it found when it was ready
-        self._starts = 0  # calls of start; an interrupted one may still be answered
+        self.num_gpus = None  # known when it is ready
+        self._asked = 0  # requests; an interrupted one may still be answered
         self.killed = set()  # pids of ranks that were to end
-        self.exits = {}  # pid -> exit status of ranks that have ended
 
     @property
     def alive(self):
         return self.owner == os.getpid() and self.process.poll() is None and not self.channel.closed
 
     def wait_ready(self):
-        """Wait for the zygote's imports; its facts.
+        """Wait for the zygote's imports.
 
         Raises:
             RankError: it could not start; the message holds the last line of what it said.
         """
-        if self.facts is None:
+        if self.num_gpus is None:
             frame = self.channel.receive(READY_WITHIN_S)
-            if frame is None or frame[0][0] != "ready":
-                said = frame[0][2] if frame else self._last_words()
+            if frame is None:
+                said = self._last_words()
                 self.close()
                 raise RankError(f"the process that starts ranks did not come up: {said}. Try `dtlab doctor`.")
-            self.facts = frame[0][1]
-            self.method = self.facts["method"]
-        return self.facts
+            self.method, self.num_gpus = frame[0]
 
     def _last_words(self):
         self.process.kill()
         lines = self.process.stderr.read().decode(errors="replace").strip().splitlines()
         return lines[-1] if lines else f"it gave no sign for {READY_WITHIN_S} s"
 
+    def _ask(self, *request, fds=(), within_s=READY_WITHIN_S):
+        """The zygote's answer to a request; None if it gives none."""
+        self._asked += 1
+        self.channel.send(self._asked, *request, fds=fds)
+        while frame := self.channel.receive(within_s):
+            number, answer = frame[0]
+            if number == self._asked:
+                return answer
+        return None
+
     def start(self, settings, fds_by_rank):
         """Start one process for each rank; rank -> pid. The descriptors stay open here."""
         self.wait_ready()
-        fds = [fd for mine in fds_by_rank.values() for fd in mine]
-        ranks = list(fds_by_rank)
         pids = {}
-        self._starts += 1
-        for at in range(0, len(ranks), 2):  # few descriptors in a frame
-            some = ranks[at : at + 2]
-            per_rank = len(fds) // len(ranks)
-            theirs = fds[at * per_rank : (at + len(some)) * per_rank]
-            self.channel.send("start", self._starts, settings, some, fds=theirs)
-        while len(pids) < len(ranks):
-            frame = self.channel.receive(READY_WITHIN_S)
-            if frame is None:
+        for rank, fds in fds_by_rank.items():
+            pids[rank] = answer = self._ask("start", settings, rank, fds=fds)
+            if answer is None:
                 raise RankError("the process that starts ranks has ended; run the launch cell again")
-            if frame[0][:2] == ("failed", self._starts):
-                raise RankError(f"{frame[0][2]}. Launch fewer ranks, or free memory and process slots.")
-            self._take(frame[0], pids)
+            if isinstance(answer, str):
+                cure = "Launch fewer ranks, or free memory and process slots."
+                raise RankError(f"rank {rank} could not be started: {answer}. {cure}")
         return pids
 
-    def _take(self, message, pids=None):
-        if message[:2] == ("started", self._starts) and pids is not None:
-            pids.update(message[2])
-            for pid in message[2].values():
-                self.exits.pop(pid, None)  # of an earlier process with this number
-        elif message[0] == "exited":
-            self.exits[message[2]] = message[3]
-
-    def poll(self):
-        """Take news of ranks that have ended."""
-        for message, _ in self.channel.receive_ready():
-            self._take(message)
+    def exits(self):
+        """Exit status (negative: signal) of ranks that have ended, by pid."""
+        return self._ask("exits", within_s=0.5) or {}
 
     def exit_status(self, pid, wait_s=0.5):
-        """Exit status of a rank that has ended (negative: signal), None if it is not known in time."""
+        """Exit status of a rank that has ended, None if it is not known in time."""
         deadline = time.monotonic() + wait_s
-        while pid not in self.exits and self.alive and time.monotonic() < deadline:
-            frame = self.channel.receive(max(0.0, deadline - time.monotonic()))
-            if frame:
-                self._take(frame[0])
-        return self.exits.pop(pid, None)
+        while (status := self.exits().get(pid)) is None and self.alive and time.monotonic() < deadline:
+            time.sleep(0.002)
+        return status
 
     def kill(self, pids):
         """Kill ranks and what they started."""
         self.killed.update(pids)
-        self.channel.send("kill", list(pids))
-
-    @staticmethod
-    def bury(pids):
-        """End what ranks have started, when the zygote, who would do it, is gone."""
-        for pid in pids:
-            with contextlib.suppress(OSError):
-                os.killpg(pid, signal.SIGKILL)
+        self._ask("kill", list(pids), within_s=0.5)
 
     def close(self):
         """End the zygote and all its ranks."""
@@ -138,8 +115,7 @@ class Nursery:
         with contextlib.suppress(subprocess.TimeoutExpired):
             self.process.wait(3)
         if self.process.poll() is None:
-            with contextlib.suppress(OSError):
-                os.killpg(self.process.pid, signal.SIGKILL)
+            kill_group(self.process.pid)
             self.process.wait()
         self.process.stderr.close()
 

@@ -1,10 +1,10 @@
 """``dtlab.launch``: live ranks that the notebook talks to."""
 import contextlib
 import os
-import selectors
 import sys
 import threading
 import time
+from multiprocessing import connection
 
 from dtlab.errors import ConfigError, RankError
 from dtlab.ranks import interrupts, notebook, parcels, report, wire
@@ -13,6 +13,7 @@ from dtlab.ranks.nursery import READY_WITHIN_S, nursery
 from dtlab.ranks.relay import KEPT_CHARS
 from dtlab.ranks.run import KILL_AFTER_S, KILL_COPY_AFTER_S, CellRun
 from dtlab.ranks.settings import PREDEFINED, check_place, check_size, check_timeout, num_threads, rank_environ
+from dtlab.ranks.zygote import kill_group
 from dtlab.record.results import join
 
 DEFAULT_TIMEOUT_S = 20
@@ -74,7 +75,7 @@ class Ranks:
         self._lock = threading.RLock()
         self._cell_number = self._questions = 0
         self._channels, self._controls, self._raw = {}, {}, {}
-        self._store_fd = self._board_fd = None
+        self._fds = []  # of the store and the board
         self._nursery = nursery()
         self._settings = self._choose_backend(device, share_gpu)
         try:
@@ -87,7 +88,8 @@ class Ranks:
         self.alive = True
 
     def _choose_backend(self, device, share_gpu):
-        gpus = self._nursery.wait_ready().get("gpus") or 0
+        self._nursery.wait_ready()
+        gpus = self._nursery.num_gpus
         if device == "auto":
             device = "cuda" if 0 < gpus >= self.size else "cpu"
         if device == "cuda" and (gpus == 0 or (gpus < self.size and not share_gpu)):
@@ -97,67 +99,59 @@ class Ranks:
             raise ConfigError(f"{self.size} ranks on CUDA need {self.size} GPUs, and {gpus} are visible: {cure}")
         backend = "gloo" if device == "cpu" or share_gpu else "cpu:gloo,cuda:nccl"
         threads = num_threads(self.size)
-        return {
-            "world_size": self.size,
-            "device": device,
-            "backend": backend,
-            "threads": threads,
-            "environ": {**os.environ, **rank_environ(threads)},
-        }
+        environ = {**os.environ, **rank_environ(threads)}
+        return {"world_size": self.size, "device": device, "backend": backend, "threads": threads, "environ": environ}
 
     # processes
 
     def _new_board(self):
         self._close_board()
-        self._store_fd, self._board_fd = wire.anonymous_file("dtlab-store"), Board.make_file(self.size)
-        self.board = Board(self._board_fd, self.size)
+        self._fds = [wire.anonymous_file("dtlab-store"), Board.make_file(self.size)]
+        self.board = Board(self._fds[1], self.size)
 
     def _close_board(self):
-        for fd in (self._store_fd, self._board_fd):
-            if fd is not None:
-                os.close(fd)
-        self._store_fd = self._board_fd = None
+        while self._fds:
+            os.close(self._fds.pop())
 
     def _start(self, ranks):
-        fds, mine = {}, {}
+        fds = {}
         for rank in ranks:
             (cells, cells_there), (control, control_there) = wire.channel_pair(), wire.channel_pair()
-            raw, raw_there = os.pipe()
-            os.set_blocking(raw, False)
-            mine[rank] = wire.Channel(cells), wire.Channel(control), raw
-            fds[rank] = [cells_there.detach(), control_there.detach(), raw_there, self._store_fd, self._board_fd]
+            self._raw[rank], raw_there = os.pipe()
+            os.set_blocking(self._raw[rank], False)
+            self._channels[rank], self._controls[rank] = wire.Channel(cells), wire.Channel(control)
+            fds[rank] = [cells_there.detach(), control_there.detach(), raw_there]
+        settings = {**self._settings, "number": self._cell_number}
         try:
-            self.pids.update(self._nursery.start(self._settings, fds))
+            self.pids.update(self._nursery.start(settings, {rank: [*there, *self._fds] for rank, there in fds.items()}))
         finally:
             for there in fds.values():
-                for fd in there[:3]:
+                for fd in there:
                     os.close(fd)
-            for rank, (cells, control, raw) in mine.items():
-                self._channels[rank], self._controls[rank], self._raw[rank] = cells, control, raw
 
     def _await_joined(self, ranks):
         """Wait until ranks are in the group. If one cannot join, or ends, the others would wait for it for ever."""
         spawned = self._nursery.method == "spawn"  # each new process imports torch
         deadline = time.monotonic() + (READY_WITHIN_S if spawned else REGROUP_WITHIN_S)
-        with selectors.DefaultSelector() as waiting:
-            for rank in ranks:
-                waiting.register(self._channels[rank], selectors.EVENT_READ, rank)
-            while left := waiting.get_map():
-                ready = waiting.select(max(0.0, deadline - time.monotonic()))
-                if not ready:
-                    raise self._cannot_join(min(key.data for key in left.values()), "no answer")
-                for key, _ in ready:
-                    if self._has_joined(key.data):
-                        waiting.unregister(key.fileobj)
+        waiting = {self._channels[rank]: rank for rank in ranks}
+        while waiting:
+            ready = connection.wait(list(waiting), max(0.0, deadline - time.monotonic()))
+            if not ready:
+                raise self._cannot_join(min(waiting.values()), "no answer")
+            for channel in ready:
+                if self._has_joined(waiting[channel]):
+                    del waiting[channel]
 
     def _has_joined(self, rank):
         channel = self._channels[rank]
         for message, _ in channel.receive_ready():
-            if message[0] == "done" and message[2] != "ok":
-                raise self._cannot_join(rank, message[3]["message"])
-            if message[0] == "ready" or message[:2] == ("done", self._cell_number):
-                if message[0] == "done":
-                    self.lost_groups |= parcels.unpack(message[3])[0]
+            if message[0] != "done":
+                continue
+            _, number, status, value, _ = message
+            if status != "ok":
+                raise self._cannot_join(rank, value["message"])
+            if number == self._cell_number:
+                self.lost_groups |= parcels.unpack(value)[0]
                 return True
         if channel.closed:
             raise self._cannot_join(rank, "its process has ended")
@@ -168,11 +162,9 @@ class Ranks:
 
     def _drop(self, rank):
         """Forget a process that has ended."""
-        for channels in (self._channels, self._controls):
-            if rank in channels:
-                channels.pop(rank).close()
-        if rank in self._raw:
-            os.close(self._raw.pop(rank))
+        self._channels.pop(rank).close()
+        self._controls.pop(rank).close()
+        os.close(self._raw.pop(rank))
         self.names.pop(rank, None)
 
     def kill(self, ranks):
@@ -181,9 +173,9 @@ class Ranks:
 
     def gone(self):
         """Ranks whose process has ended."""
-        self._nursery.poll()
+        exits = self._nursery.exits()
         closed = [r for r, channel in self._channels.items() if channel.has_ended()]
-        return sorted({*closed, *(r for r, pid in self.pids.items() if pid in self._nursery.exits)})
+        return sorted({*closed, *(r for r, pid in self.pids.items() if pid in exits)})
 
     def where(self, rank):
         """``(place of the rank's main thread, is it importing, is it in torch's communication code)``."""
@@ -225,7 +217,7 @@ class Ranks:
             self._drop(rank)
         self._cell_number += 1
         for channel in self._channels.values():
-            channel.send("regroup", self._cell_number, fds=[self._store_fd, self._board_fd])
+            channel.send("regroup", self._cell_number, fds=self._fds)
         self._start(dead)
         self._await_joined(range(self.size))
 
@@ -269,7 +261,7 @@ class Ranks:
 
     def run_cell(self, code, label, ranks=None, timeout=..., record=False):
         """Run the text of a cell on ranks, what the ``%%ranks`` magic does; a Recording if it is to be recorded."""
-        answers = self._cell(("cell", self._context(record=record), code, label), ranks, timeout)
+        answers = self._talk("cell", (self._context(record=record), code, label), ranks, timeout)
         return join(answers, self._chosen(ranks), self.size) if record else None
 
     def push(self, *nameless, **values):
@@ -279,13 +271,11 @@ class Ranks:
         if own := [name for name in values if name in PREDEFINED]:
             raise ConfigError(f"{', '.join(own)}: the ranks' own names; choose another, for example my_{own[0]}")
         parcel = parcels.pack(values)
-        with self._exclusively(parcel) as held:
-            self._talk("push", range(self.size), (parcel,), None, parcel, held)
+        self._talk("push", (parcel,), None, None, parcel)
 
     def pull(self, name, ranks=None):
         """Values of a variable, in rank order."""
-        with self._exclusively() as held:
-            return self._talk("pull", self._chosen(ranks), (name,), None, None, held)
+        return self._talk("pull", (name,), ranks, None)
 
     def shutdown(self):
         """End the processes. Again does nothing."""
@@ -320,7 +310,7 @@ class Ranks:
         if dead:
             pid = self.pids[dead[0]]
             ours = pid in self._nursery.killed
-            how = "ended by dtlab" if ours else report.died_text(self._nursery.exits.get(pid))
+            how = "ended by dtlab" if ours else report.died_text(self._nursery.exits().get(pid))
             kept = report.kept_text(self.size, self.repair(dead, regroup=True), True, self.lost_groups)
             if not self.alive:
                 raise ConfigError("all ranks have ended: run the launch cell again")
@@ -339,29 +329,23 @@ class Ranks:
         if not callable(fn):
             raise ConfigError(f"run takes a function, not {type(fn).__name__}: ranks.run(fn, *args)")
         parcel = parcels.pack((fn, args, kwargs))
-        message = ("call", context, parcel, notebook.cell_sources(parcel.filenames))
-        return self._cell(message, ranks, timeout, parcel=parcel)
+        content = (context, parcel, notebook.cell_sources(parcel.filenames))
+        return self._talk("call", content, ranks, timeout, parcel)
 
-    def _cell(self, message, ranks, timeout, parcel=None):
-        kind, *rest = message
+    def _talk(self, kind, content, ranks, timeout, parcel=None):
+        """Send one message to ranks and collect their answers; the parcel in it is closed."""
         with self._exclusively(parcel) as held:
             chosen = self._chosen(ranks)
             timeout = self.timeout if timeout is ... else timeout
             check_timeout(timeout)
-            return self._talk(kind, chosen, (chosen, *rest), timeout, parcel, held)
-
-    def _talk(self, kind, ranks, content, timeout, parcel, held):
-        """Send one message to ranks and collect their answers."""
-        self._require_alive()
-        self._cell_number += 1
-        self.board.clear_poison()
-        fds = [parcel.fd] if parcel and parcel.fd is not None else []
-        for rank in ranks:
-            self._channels[rank].send(kind, self._cell_number, *content, fds=fds)
-        if parcel:
-            parcel.close()
-        patience = KILL_COPY_AFTER_S if kind in ("push", "pull") else KILL_AFTER_S
-        return CellRun(self, ranks, self._cell_number, timeout, held, patience).finish()
+            self._require_alive()
+            self._cell_number += 1
+            self.board.clear_poison()
+            for rank in chosen:
+                fds = parcel.fds if parcel else ()
+                self._channels[rank].send(kind, self._cell_number, chosen, *content, fds=fds)
+            patience = KILL_COPY_AFTER_S if kind in ("push", "pull") else KILL_AFTER_S
+            return CellRun(self, chosen, self._cell_number, timeout, held, patience).finish()
 
     @contextlib.contextmanager
     def _exclusively(self, parcel=None):
@@ -385,7 +369,8 @@ class Ranks:
     def _close(self):
         self.alive = False
         if not self._nursery.alive and self._nursery.owner == os.getpid():
-            self._nursery.bury(self.pids.values())
+            for pid in self.pids.values():
+                kill_group(pid)  # what ranks have started; the zygote, who would do it, is gone
         if self._nursery.alive and self._channels:
             self.kill(self._channels)
             for rank in list(self._channels):

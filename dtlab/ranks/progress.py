@@ -29,9 +29,8 @@ def progress(iterable, text="", total=None):
         yield item
         line = f"{text} {done}".strip() + (f"/{total}" if total is not None else "")
         quarter = total and any(done == -(-total * part // 4) for part in (1, 2, 3, 4))
-        if worker is None:
-            if quarter:
-                print(line)
-        elif quarter or time.monotonic() - shown_at > EVERY_S:
+        if worker is None and quarter:
+            print(line)
+        elif worker is not None and (quarter or time.monotonic() - shown_at > EVERY_S):
             shown_at = time.monotonic()
-            worker.send_output("progress", (done, total, line))
+            worker.send_output("progress", (done, total, line, quarter))

@@ -17,38 +17,42 @@ class Relay:
     def __init__(self, ranks, kept_chars=KEPT_CHARS):
         self.kept_chars = kept_chars  # 0: show nothing
         self.items = {rank: [] for rank in ranks}  # rank -> [(kind, data), ...]; kind stdout, stderr, mime
-        self._chars = dict.fromkeys(ranks, 0)
-        self._dropped = dict.fromkeys(ranks, 0)
+        self._chars = dict.fromkeys(ranks, 0)  # that they have written
         self._bars = {}  # rank -> text of its progress bar
         self._started = time.monotonic()
         self._last_shown = 0.0
-        self._live = in_notebook()
+        self._in_notebook, self._live = notebook_shell() is not None, in_notebook()
+        self._prints_at_once = not self._in_notebook and not is_headless()
         self._handle = self._shown = None
         self._dirty = False
         self.status = ""  # what a long cell is doing, under its live output
 
     def add(self, rank, kind, data):
         """Take one piece of a rank's output."""
-        items = self.items.setdefault(rank, [])
         if kind == "progress":
-            return self._progress(rank, data)
-        text = self._within(rank, data if kind != "mime" else data["text/plain"])
-        if kind != "mime":
-            self._add_text(items, kind, text)
+            return self._progress(rank, *data)
+        is_text = kind != "mime"
+        text = self._within(rank, data if is_text else data["text/plain"])
+        if is_text:
+            self._add_text(rank, kind, text)
         elif text == data["text/plain"]:
-            items.append((kind, data))
+            self.items[rank].append((kind, data))
         self._dirty = True
-        if text and not self._live and not is_headless() and notebook_shell() is None:
+        if text and self._prints_at_once:
             self._print_now(rank, kind, text)
 
     def _within(self, rank, text):
-        """What of a text there is still room for; the rest is counted."""
-        room = self.kept_chars - self._chars.get(rank, 0)
-        self._chars[rank] = self._chars.get(rank, 0) + min(len(text), room)
-        self._dropped[rank] = self._dropped.get(rank, 0) + max(0, len(text) - room)
+        """What of a text there is still room for; all of it is counted."""
+        room = max(0, self.kept_chars - self._chars[rank])
+        self._chars[rank] += len(text)
         return text[:room]
 
-    def _add_text(self, items, kind, text):
+    def _print_now(self, rank, kind, text):
+        text = text if kind != "mime" else text + "\n"
+        print(_labelled(f"[{rank}] ", text), end="", file=sys.stderr if kind == "stderr" else sys.stdout, flush=True)
+
+    def _add_text(self, rank, kind, text):
+        items = self.items[rank]
         # what is left of lines that were drawn over themselves, as progress bars are
         text = "\n".join(line.rstrip("\r").rsplit("\r", 1)[-1] for line in text.split("\n"))
         if items and items[-1][0] == kind:
@@ -56,8 +60,7 @@ class Relay:
         elif text:
             items.append((kind, text))
 
-    def _progress(self, rank, data):
-        done, total, text = data
+    def _progress(self, rank, done, total, text, is_quarter):
         if self._live:
             width = 30 * done // total if total else 0
             bar = f"[{'#' * width}{'.' * (30 - width)}] " if total else ""
@@ -65,14 +68,9 @@ class Relay:
             self._dirty = True
             if done == total:
                 del self._bars[rank]
-                self._add_text(self.items[rank], "stdout", text + "\n")
-        elif total and any(done == -(-total * part // 4) for part in (1, 2, 3, 4)):
+                self._add_text(rank, "stdout", text + "\n")
+        elif is_quarter:
             self.add(rank, "stdout", text + "\n")
-
-    def _print_now(self, rank, kind, data):
-        text = data if kind != "mime" else data + "\n"
-        stream = sys.stderr if kind == "stderr" else sys.stdout
-        print(_labelled(f"[{rank}] ", text), end="", file=stream, flush=True)
 
     def tick(self):
         """Refresh the live view, not more often than it can be read."""
@@ -108,7 +106,7 @@ class Relay:
             return []
         groups = []  # [[ranks], items]
         for rank, items in sorted(self.items.items()):
-            items = self._with_note(rank, items)
+            items = [*items, *self._notes(rank)]
             same = next((g for g in groups if g[1] == items), None)
             if same:
                 same[0].append(rank)
@@ -116,24 +114,21 @@ class Relay:
                 groups.append([[rank], items])
         return [entry for ranks, items in groups for entry in _entries(rank_list(ranks), items)]
 
-    def _with_note(self, rank, items):
-        if not self._dropped.get(rank):
-            return items
-        return [*items, ("stderr", f"... {self._dropped[rank]} more characters are not shown\n")]
+    def _notes(self, rank):
+        dropped = self._chars[rank] - self.kept_chars
+        return [("stderr", f"... {dropped} more characters are not shown\n")] if dropped > 0 else []
 
     def finish(self):
         """Show the finished cell."""
-        if notebook_shell() is None and not is_headless():
-            for rank in self.items:  # every line was printed when it came
-                for kind, text in self._with_note(rank, [])[: self.kept_chars]:
-                    self._print_now(rank, kind, text)
-            return
-        entries = self.final()
-        if notebook_shell() is None:
-            for text, bundle in entries:
+        if self._in_notebook:
+            self._finish_in_notebook(self.final())
+        elif self._prints_at_once:
+            for rank in self.items if self.kept_chars else ():
+                for note in self._notes(rank):
+                    self._print_now(rank, *note)
+        else:
+            for text, bundle in self.final():
                 print(text if bundle is None else _labelled(f"{text}: ", bundle["text/plain"]), end="")
-            return
-        self._finish_in_notebook(entries)
 
     def _finish_in_notebook(self, entries):
         from IPython.display import display
@@ -155,8 +150,7 @@ def _entries(label, items):
             entries.append((label, data))
             continue
         mark = f"{label} (stderr): " if kind == "stderr" else f"{label}: "
-        text = data["text/plain"] if kind == "mime" else data
-        text = _labelled(mark, text)
+        text = _labelled(mark, data["text/plain"] if kind == "mime" else data)
         if entries and entries[-1][1] is None:
             entries[-1] = entries[-1][0] + text, None
         else:

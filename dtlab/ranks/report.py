@@ -2,6 +2,7 @@
 from dtlab.errors import GuardError, HangError, RankError
 from dtlab.ranks.board import RECV, RECV_ANY, SEND, rank_list
 
+DIED = "died"  # the type of a failure that was the end of the process
 _SIGNALS = {
     6: "aborted (a fatal error in C++ code)",
     7: "bus error (shared memory ran out?)",
@@ -24,8 +25,9 @@ def died_text(status):
 
 
 def error_lines(error):
-    """``Type: message`` and the lines it stands on."""
-    lines = [f"{error['type']}: {error['message']}" if error["message"] else error["type"]]
+    """``Type: message``, or the message of a death, and the lines it stands on."""
+    words = [error["message"]] if error["type"] == DIED else [error["type"], error["message"]]
+    lines = [": ".join(filter(None, words))]
     for label, number, function, source in error["frames"][-6:]:
         lines.append(f"  {label}, line {number}" + (f", in {function}" if function != "<module>" else ""))
         if source:
@@ -46,20 +48,10 @@ def last_calls_text(dead, calls):
     return f"; its last call was {calls[dead]}, that of rank {others[0]} {calls[others[0]]}"
 
 
-def unreadable(error):
-    """Description of a rank's failure whose value the notebook could not rebuild; see ``cells.describe_error``."""
-    why = f"its value cannot be read in the notebook ({type(error).__name__}: {error})"
-    return {
-        "type": "ConfigError",
-        "message": why + "; return tensors, numbers, text, lists or dicts",
-        "frames": [],
-        "place": "",
-        "traceback": "",
-        "call": "",
-        "group_ended": False,
-        "lost_peer": False,
-        "name": None,
-    }
+def described(kind, message):
+    """A failure of which only this is known; see ``cells.describe_error``. ``kind`` is DIED if the process ended."""
+    known = {"type": kind, "message": message, "frames": [], "traceback": "", "place": "", "call": "", "name": None}
+    return {**known, "group_ended": False, "lost_peer": False}
 
 
 def failure(world_size, failures, root, stopped, waits, kept, hint=""):
@@ -67,7 +59,7 @@ def failure(world_size, failures, root, stopped, waits, kept, hint=""):
 
     Args:
         world_size: number of ranks.
-        failures: rank -> description of its exception, or a text for a rank whose process died.
+        failures: rank -> description of its exception or death.
         root: the rank that failed first, the cause of the rest.
         stopped: ranks that were stopped because of it.
         waits: rank -> where it was stopped.
@@ -75,28 +67,26 @@ def failure(world_size, failures, root, stopped, waits, kept, hint=""):
         hint: a cure that fits the error.
     """
     cause = failures[root]
-    same = [r for r, f in failures.items() if _same(f, cause)]
-    if isinstance(cause, str):
-        lines, kind = [f"{rank_list([root])} of {world_size} died: {cause}"], "died"
-    else:
-        lines, kind = error_lines(cause), cause["type"]
-        lines[0] = f"{rank_list(same)} of {world_size} failed: {lines[0]}"
+    same = [r for r, other in failures.items() if _same(other, cause)]
+    lines = error_lines(cause)
+    lines[0] = f"{rank_list(same)} of {world_size} {_verb(cause)}: {lines[0]}"
     lines += [hint] if hint else []
     for rank, other in sorted(failures.items(), key=lambda item: item[0]):
-        if rank not in same and rank != root:
-            text = other if isinstance(other, str) else error_lines(other)[0]
-            lines.append(f"{rank_list([rank])} failed too: {text}")
+        if rank not in same:
+            lines.append(f"{rank_list([rank])} {_verb(other)} too: {error_lines(other)[0]}")
     if stopped:
         lines.append(f"{rank_list(stopped)}: stopped because {rank_list([root])} failed" + _where(stopped, waits))
     lines += [kept] if kept else []
-    error = RankError("\n".join(lines), rank=root, cause=kind, stopped=stopped)
-    error.tracebacks = {r: f["traceback"] for r, f in failures.items() if not isinstance(f, str)}
+    error = RankError("\n".join(lines), rank=root, cause=cause["type"], stopped=stopped)
+    error.tracebacks = {r: failure["traceback"] for r, failure in failures.items() if failure["traceback"]}
     return error
 
 
+def _verb(failure):
+    return "died" if failure["type"] == DIED else "failed"
+
+
 def _same(a, b):
-    if isinstance(a, str) or isinstance(b, str):
-        return a is b
     return (a["type"], a["message"], a["frames"]) == (b["type"], b["message"], b["frames"])
 
 
@@ -185,14 +175,10 @@ def _cycle(stuck):
 
 
 def _grouped(stuck):
-    groups = []
+    groups = {}
     for rank, wait in sorted(stuck.items()):
-        same = next((g for g in groups if (str(g[0].call), g[0].missing) == (str(wait.call), wait.missing)), None)
-        if same:
-            same[1].append(rank)
-        else:
-            groups.append((wait, [rank]))
-    return groups
+        groups.setdefault((str(wait.call), tuple(wait.missing)), (wait, []))[1].append(rank)
+    return groups.values()
 
 
 def kept_text(world_size, dead, regrouped, lost_groups=False):

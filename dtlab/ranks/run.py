@@ -5,12 +5,13 @@ import selectors
 import time
 
 from dtlab.errors import RanksInterrupted
-from dtlab.ranks import parcels, report
+from dtlab.ranks import notebook, parcels, report
 from dtlab.ranks.board import rank_list
 from dtlab.ranks.monitor import Monitor
 from dtlab.ranks.relay import Relay
 
 TICK_S = 0.02
+ASK_EVERY_S = 0.1  # whether a process has ended
 GRACE_S = 0.4  # after the first failure: time for the others to fail by themselves, or to come to the same wait
 SOCKETS_AFTER_S = 0.3  # ladder: a signal at once, then gloo's sockets, then the process
 KILL_AFTER_S = 1.5
@@ -24,17 +25,17 @@ class CellRun:
         self.pool, self.ranks, self.number, self.interrupts = pool, list(ranks), number, interrupts
         self.kill_after_s = kill_after_s
         self.relay = Relay(self.ranks, pool.kept_chars)
-        self.values, self.failures, self.stopped, self.dead = {}, {}, [], []
+        self.values, self.stopped, self.dead = {}, [], []
+        self.failures = {}  # rank -> description of its error or death, in the order in which they failed
         self._decoders = {r: codecs.getincrementaldecoder("utf-8")("replace") for r in self.ranks}
-        self.order = []  # ranks in the order in which they failed
         self.waits = {}  # rank -> where it was stopped: in a call, or at a line
         self.monitor = Monitor(pool.board, self.ranks, pool.pids, limit_s, lambda rank: pool.where(rank)[2])
         self.hang = None  # (stuck, look, limit_s) when a wait could not end
         self.verdict = None  # (text, is_hanging, rank) of a mistake that the guard has seen
         self.interrupted = False
-        self._stop_at, self._steps, self._stuck_at = None, set(), None
-        self._failed_at = None
-        self._started = time.monotonic()
+        self._started = self._asked_at = time.monotonic()
+        self._stop_at = self._stuck_at = self._failed_at = None
+        self._has_shut_sockets = False
 
     @property
     def pending(self):
@@ -78,9 +79,11 @@ class CellRun:
 
     def _find_dead(self):
         """A rank may end while a process that it left behind keeps its socket open: its exit tells."""
-        self.pool._nursery.poll()
+        if time.monotonic() - self._asked_at < ASK_EVERY_S:
+            return
+        self._asked_at, exits = time.monotonic(), self.pool._nursery.exits()
         for rank in self.pending:
-            if self.pool.pids[rank] in self.pool._nursery.exits:
+            if self.pool.pids[rank] in exits:
                 self._read_cells(rank)
                 if rank in self.pending:
                     self._take_death(rank)
@@ -108,7 +111,7 @@ class CellRun:
         if names is not None:
             self.pool.names[rank] = names
         if status == "ok":
-            value.fd = fds[0] if fds else None
+            value.fds = fds
             self._take_value(rank, value)
         elif status == "stopped":
             self.stopped.append(rank)
@@ -121,26 +124,26 @@ class CellRun:
         try:
             self.values[rank] = parcels.unpack(parcel)[0]
         except Exception as error:
-            self._take_failure(rank, report.unreadable(error))
+            why = f"its value cannot be read in the notebook ({type(error).__name__}: {error})"
+            cure = "return tensors, numbers, text, lists or dicts"
+            self._take_failure(rank, report.described("ConfigError", f"{why}; {cure}"))
 
     def _take_failure(self, rank, failure):
-        if failure["lost_peer"] and (call := self._last_call(rank)):
+        if failure["lost_peer"] and (call := self.monitor.board.last_call(rank)):
             self.waits.setdefault(rank, f"in {call}")
         if failure["lost_peer"] and self._stop_at is not None:
             self.stopped.append(rank)  # its sockets were shut to stop it
             return
         self.failures[rank] = failure
-        self.order.append(rank)
         self._failed_at = self._failed_at or time.monotonic()
 
     def _take_death(self, rank):
         self.dead.append(rank)
         if self._stop_at is None:
             status = self.pool._nursery.exit_status(self.pool.pids[rank])
-            calls = {r: self._last_call(r) for r in self.ranks} if status in (-6, -11) else {}  # C++ gave up
-            self.failures[rank] = report.died_text(status) + report.last_calls_text(rank, calls)
-            self.order.append(rank)
-            self._failed_at = self._failed_at or time.monotonic()
+            calls = {r: self.monitor.board.last_call(r) for r in self.ranks} if status in (-6, -11) else {}  # C++
+            text = report.died_text(status) + report.last_calls_text(rank, calls)
+            self._take_failure(rank, report.described(report.DIED, text))
 
     def _read_raw(self, rank):
         try:
@@ -166,31 +169,32 @@ class CellRun:
         self.verdict = None if self.failures else self.pool.board.given_verdict()
         if self.verdict:
             return self._begin_stop(self.verdict[0])
+        self.monitor.watch_progress()
         ended, failed = list(self.values), [*self.failures, *self.dead]
-        self.monitor.watch_progress(ended, failed)
         stuck = self.monitor.verdict(ended, failed) if now - self._started > TICK_S else {}
         self._stuck_at = (self._stuck_at or now) if stuck else None
-        if stuck and self.monitor.look(ended, failed).running and now - self._stuck_at < GRACE_S:
+        if stuck and self._look().running and now - self._stuck_at < GRACE_S:
             return  # the others may be on their way to the same call
         if stuck and self._failed_at is None:
-            look = self.monitor.look(ended, failed)
-            self._begin_hang(stuck, look, None)
+            self._begin_hang(stuck, self._look(), None)
         elif self._failed_at is not None and (stuck or now - self._failed_at > GRACE_S):
-            self._begin_stop(f"stopped because {rank_list(self.order[:1])} failed")
+            self._begin_stop(f"stopped because rank {next(iter(self.failures))} failed")
         elif self.monitor.limit_reached(ended, failed) and not self._any_importing():
-            waits, look = self._overdue(ended, failed)
-            if waits:  # else somebody has gone on just now
+            look = self._look()
+            if waits := self._overdue(look):  # else somebody has gone on just now
                 self._begin_hang(waits, look, self.monitor.limit_s)
         elif now - self._started > 2:
             self.relay.status = self._status(now)
 
-    def _overdue(self, ended, failed):
-        look = self.monitor.look(ended, failed)
+    def _look(self):
+        return self.monitor.look(list(self.values), [*self.failures, *self.dead])
+
+    def _overdue(self, look):
         waits = dict(look.waits)
         for rank in look.running:
             if opened := self.monitor.open_calls(rank) or self.monitor.wait_in_torch(rank):
                 waits[rank] = opened[0]
-        return waits, look
+        return waits
 
     def _any_importing(self):
         for rank in self.pending:
@@ -200,8 +204,7 @@ class CellRun:
         return False
 
     def _status(self, now):
-        look = self.monitor.look(list(self.values), [])
-        waits = [(rank, wait) for rank, wait in sorted(look.waits.items()) if wait.missing]
+        waits = [(rank, wait) for rank, wait in sorted(self._look().waits.items()) if wait.missing]
         parts = [f"rank {rank} waits in {wait.call.op} for {rank_list(wait.missing)}" for rank, wait in waits]
         return f"running for {now - self._started:.0f} s" + (": " + "; ".join(parts[:4]) if parts else "")
 
@@ -224,23 +227,20 @@ class CellRun:
         for rank in self.pending:
             if opened := self.monitor.open_calls(rank):
                 self.waits[rank] = f"in {opened[0].call}"
-        look = self.monitor.look(list(self.values), [*self.failures, *self.dead])
-        self.waits.update({r: f"in {w.call}" for r, w in look.waits.items()})
+        self.waits.update({r: f"in {w.call}" for r, w in self._look().waits.items()})
         self._stop_at = time.monotonic()
         self.pool.board.poison(text)
         for rank in self.pending:
-            self.pool._controls[rank].send("stop", self.number, text)
+            self.pool._controls[rank].send("stop", self.number)
 
     def _climb(self, seconds):
         """The ladder: after the signal, gloo's sockets; then the process."""
-        for step, after in (("sockets", SOCKETS_AFTER_S), ("kill", self.kill_after_s)):
-            if seconds > after and step not in self._steps:
-                self._steps.add(step)
-                if step == "sockets":
-                    for rank in self.pending:
-                        self.pool._controls[rank].send("sockets", self.number)
-                else:
-                    self.pool.kill(self.pending)
+        if seconds > SOCKETS_AFTER_S and not self._has_shut_sockets:
+            self._has_shut_sockets = True
+            for rank in self.pending:
+                self.pool._controls[rank].send("sockets", self.number)
+        if seconds > self.kill_after_s:
+            self.pool.kill(self.pending)
 
     # after
 
@@ -253,8 +253,8 @@ class CellRun:
                 self.pool._drop(rank)
             return ""
         is_hanging = self.verdict is not None and self.verdict[1]
-        ended = any(not isinstance(f, str) and f["group_ended"] for f in self.failures.values())
-        regroup = "sockets" in self._steps or is_hanging or ended or not is_settled(self.pool.board)
+        ended = any(failure["group_ended"] for failure in self.failures.values())
+        regroup = self._has_shut_sockets or is_hanging or ended or not is_settled(self.pool.board)
         dead = self.pool.repair(sorted({*self.dead, *self.pool.gone()}), regroup)
         if not self.pool.alive:
             return "All ranks have ended: run the launch cell again."
@@ -266,51 +266,30 @@ class CellRun:
         if self.hang and not self.failures:
             stuck, look, limit_s = self.hang
             return report.hang(stuck, look, self._last_calls(look), self.places, kept, limit_s)
-        if not self.order:
-            return report.failure(self.pool.size, {self.dead[0]: "stopped"}, self.dead[0], self.stopped, {}, kept)
         root = self._root()
-        stopped = sorted({*self.stopped, *(r for r in self.dead if r not in self.failures)})
-        victims = [r for r, f in self.failures.items() if r != root and not isinstance(f, str) and f["lost_peer"]]
-        failures = {r: f for r, f in self.failures.items() if r not in victims}
-        return report.failure(
-            self.pool.size, failures, root, sorted([*stopped, *victims]), self.waits, kept, self._hint(failures[root])
-        )
+        victims = [r for r, failure in self.failures.items() if r != root and failure["lost_peer"]]
+        failures = {r: failure for r, failure in self.failures.items() if r not in victims}
+        stopped = sorted({*self.stopped, *victims, *(r for r in self.dead if r not in failures)})
+        hint = notebook.missing_name_hint(failures[root]["name"])
+        return report.failure(self.pool.size, failures, root, stopped, self.waits, kept, hint)
 
     def _root(self):
-        """The rank that failed first; one that only lost its peer is not the cause."""
-        causes = [r for r in self.order if isinstance(self.failures[r], str) or not self.failures[r]["lost_peer"]]
-        died = [r for r in causes if isinstance(self.failures[r], str)]
-        return (died or causes or self.order)[0]
-
-    def _hint(self, failure):
-        from dtlab.ranks.notebook import missing_name_hint
-
-        return "" if isinstance(failure, str) or not failure["name"] else missing_name_hint(failure["name"])
-
-    def _last_call(self, rank):
-        board = self.monitor.board
-        board.pump()
-        last = board.readers[rank].last
-        return board.call(rank, max(last.values())) if last else None
+        """The rank that failed first; one that only lost its peer is not the cause, one that died rather is."""
+        causes = [r for r, failure in self.failures.items() if not failure["lost_peer"]]
+        died = [r for r in causes if r in self.dead]
+        return next(iter(died or causes or self.failures))
 
     def _last_calls(self, look):
-        texts = {}
-        for rank in range(self.pool.size):
-            if rank in look.waits:
-                continue
-            call = self._last_call(rank)
-            texts[rank] = f"its last call was {call}" if call else "it has made no call"
-        return texts
+        # Subtle: of the board that the cell ran on; a repair has given the pool a new one by now
+        calls = {r: self.monitor.board.last_call(r) for r in range(self.pool.size) if r not in look.waits}
+        return {r: f"its last call was {call}" if call else "it has made no call" for r, call in calls.items()}
 
 
 def is_settled(board):
     """Whether every published call has met its partners, so that nothing hangs in the group."""
     board.pump()
     for rank, reader in enumerate(board.readers):
-        if reader.lost:
+        calls = [board.call(rank, index) for index in reader.last.values()]
+        if reader.lost or any(call is None or board.missing(rank, call) for call in calls):
             return False
-        for index in reader.last.values():
-            call = board.call(rank, index)
-            if call is None or board.missing(rank, call):
-                return False
     return True

@@ -108,8 +108,5 @@ class MemoryStore(dist.Store):
         with self._alone():
             return sum(value is not None for value in self._values.values())
 
-    def has_extended_api(self):
-        return False
-
     def clone(self):
         return self

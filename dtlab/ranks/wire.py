@@ -4,10 +4,11 @@ A frame is a pickled tuple, with file descriptors beside it where it needs them 
 ``INLINE_BYTES`` travels in an anonymous file, so that no frame fills a socket's buffer and nobody blocks while
 sending. There are no ports and no named files: when the processes end, nothing is left.
 """
-import array
 import collections
+import contextlib
 import os
 import pickle
+import select
 import socket
 import struct
 import tempfile
@@ -33,6 +34,8 @@ class Channel:
         self.closed = False
         self._bytes = bytearray()
         self._fds = collections.deque()
+        self._poll = select.poll()
+        self._poll.register(sock, select.POLLIN)
 
     def fileno(self):
         return self.sock.fileno()
@@ -40,12 +43,10 @@ class Channel:
     def send(self, *message, fds=()):
         """Send one frame; True if the other end took it, False if that end is gone."""
         body = pickle.dumps(message, protocol=5)
-        data = memoryview(_HEADER.pack(len(body), len(fds)) + body)
-        rights = [(socket.SOL_SOCKET, socket.SCM_RIGHTS, array.array("i", fds))] if fds else []
+        data = _HEADER.pack(len(body), len(fds)) + body
         try:
-            sent = self.sock.sendmsg([data], rights)
-            while sent < len(data):
-                sent += self.sock.send(data[sent:])
+            sent = socket.send_fds(self.sock, [data], fds) if fds else 0
+            self.sock.sendall(memoryview(data)[sent:])
         except OSError:
             self.closed = True
         return not self.closed
@@ -53,48 +54,30 @@ class Channel:
     def receive(self, timeout=None):
         """The next frame as ``(message, fds)``; None when the other end is gone or ``timeout`` seconds have passed."""
         deadline = None if timeout is None else time.monotonic() + timeout
-        while True:
-            frame = self._take()
-            if frame or self.closed:
-                return frame
-            left = None if deadline is None else deadline - time.monotonic()
-            if left is not None and left <= 0:
+        while not (frame := self._take()) and not self.closed:
+            left = None if deadline is None else max(0.0, deadline - time.monotonic())
+            if not self._fill(left):
                 return None
-            self.sock.settimeout(left)
-            try:
-                self._fill(0)
-            except TimeoutError:
-                return None
-            finally:
-                self.sock.settimeout(None)
+        return frame
 
     def receive_ready(self):
         """Arrived frames, as ``[(message, fds), ...]``; of a flood only a part, so that others are heard."""
-        try:
-            for _ in range(8):
-                if self.closed or not self._fill(socket.MSG_DONTWAIT):
-                    break
-        except (BlockingIOError, InterruptedError):
-            pass
-        frames = []
-        while frame := self._take():
-            frames.append(frame)
-        return frames
+        for _ in range(8):
+            if self.closed or not self._fill(0):
+                break
+        return list(iter(self._take, None))
 
-    def _fill(self, flags):
-        try:
-            data, rights, _, _ = self.sock.recvmsg(1 << 18, socket.CMSG_SPACE(16 * 4), flags)
-        except (ConnectionError, ValueError):
-            data, rights = b"", ()
-        for level, kind, payload in rights:
-            if level == socket.SOL_SOCKET and kind == socket.SCM_RIGHTS:
-                fds = array.array("i")
-                fds.frombytes(payload[: len(payload) - len(payload) % fds.itemsize])
-                self._fds.extend(fds)
-        if not data:
-            self.closed = True
+    def _fill(self, timeout):
+        """Wait for bytes, or for the end, and take them; False if nothing came in time."""
+        if not self._poll.poll(None if timeout is None else 1000 * timeout):
+            return False
+        data, fds = b"", []
+        with contextlib.suppress(ConnectionError):
+            data, fds, *_ = socket.recv_fds(self.sock, 1 << 18, 16)
+        self._fds.extend(fds)
         self._bytes += data
-        return bool(data)
+        self.closed = self.closed or not data
+        return True
 
     def _take(self):
         if len(self._bytes) < _HEADER.size:
@@ -108,13 +91,8 @@ class Channel:
         return message, [self._fds.popleft() for _ in range(num_fds)]
 
     def has_ended(self):
-        """Whether the other end is gone and nothing is left to read; takes nothing."""
-        try:
-            return self.closed or not self.sock.recv(1, socket.MSG_PEEK | socket.MSG_DONTWAIT)
-        except BlockingIOError:
-            return False
-        except OSError:
-            return True
+        """Whether the other end is gone; frames that have come stay here until they are taken."""
+        return self.closed or (self._fill(0) and self.closed)
 
     def close(self):
         """Close this end and any descriptor that came with frames nobody took."""

@@ -4,6 +4,7 @@ The main thread runs cells. A second thread takes out-of-band commands while a c
 ``Stopped``), shut the sockets that gloo waits on, say where the main thread is.
 """
 import contextlib
+import ctypes
 import datetime
 import faulthandler
 import os
@@ -12,6 +13,7 @@ import socket
 import sys
 import threading
 import time
+import traceback
 
 import torch
 import torch.distributed as dist
@@ -20,15 +22,17 @@ import dtlab
 from dtlab.errors import ConfigError
 from dtlab.ranks import calls, cells, console, parcels
 from dtlab.ranks.board import Board
+from dtlab.ranks.guard_order import USERS, owner
 from dtlab.ranks.leaving import leave_groups, shut_sockets
 from dtlab.ranks.store import MemoryStore
 from dtlab.ranks.wire import Channel
 from dtlab.ranks.zygote import die_with_parent
-from dtlab.record.names import cell_names, global_names
+from dtlab.record.names import global_names
 
 _STOP_SIGNAL = signal.SIGUSR2
 _ENGINE_FILES = tuple(f"/dtlab/ranks/{name}.py" for name in ("wire", "board", "calls", "console", "worker", "parcels"))
 _WAITING_FILES = ("/torch/autograd/", "/torch/distributed/", "/torch/nn/parallel/", "/dtlab/ranks/calls.py")
+_NEVER = datetime.timedelta(days=1)  # dtlab's own limit decides, and says who waits for whom
 _STOP_AGAIN_S = 0.5  # code that swallowed the first stop gets another
 
 
@@ -40,8 +44,7 @@ class Worker:
         self.cells_channel, self.control_channel = (Channel(socket.socket(fileno=fd)) for fd in fds[:2])
         self.store_fd, self.board_fd = fds[3:5]
         self.running = False  # a cell runs, so a stop may be raised
-        self.stop_text = None
-        self.stopped_at = None
+        self.must_stop = False
         self.stop_is_due = False  # it came at a moment when nothing may be raised
         self.cell_number = 0
         self.number_lock = threading.Lock()  # a late order for an earlier cell must not touch the next one
@@ -66,7 +69,7 @@ class Worker:
             dist=dist, torch=torch, dtlab=dtlab, display=self.display,
         )
         threading.Thread(target=self._control, daemon=True, name="dtlab-control").start()
-        self.reply("ready", os.getpid())
+        self._finish(self.settings["number"], *self._attempt(lambda: False))  # no group of the reader's was lost
 
     def _device(self):
         if self.settings["device"] != "cuda":
@@ -79,11 +82,7 @@ class Worker:
         """Make the process group and the publisher on the current store and board."""
         self.store = MemoryStore(self.store_fd)
         dist.init_process_group(
-            self.settings["backend"],
-            store=self.store,
-            rank=self.rank,
-            world_size=self.world_size,
-            timeout=datetime.timedelta(days=1),  # dtlab's own limit decides, and says who waits for whom
+            self.settings["backend"], store=self.store, rank=self.rank, world_size=self.world_size, timeout=_NEVER
         )
         self.board = Board(self.board_fd, self.world_size, self.rank)
         self.publisher = calls.current = calls.Publisher(self.board, present=range(self.world_size))
@@ -97,8 +96,8 @@ class Worker:
     def send_output(self, kind, data):
         self.reply("output", kind, data)
         if self.stop_is_due and self.running and threading.current_thread() is threading.main_thread():
-            self.stop_is_due, self.stopped_at = False, time.monotonic()
-            raise calls.Stopped(self.stop_text)
+            self.stop_is_due = False
+            self.publisher.stop()
 
     def display(self, *values):
         """Show values in the notebook, labelled with this rank."""
@@ -118,10 +117,8 @@ class Worker:
 
     def on_cell(self, number, present, context, code, label, fds):
         """Run the text of a cell."""
-        show = lambda value: cells.show_value(value, self.send_output)  # noqa: E731
-        run = lambda: cells.run_code(code, label, self.namespace, show)  # noqa: E731
-        names = cell_names(code) if context["record"] else ()
-        self._run(number, present, context, lambda: self._maybe_record(context, run, names))
+        run = lambda: cells.run_code(code, label, self.namespace, self.display)
+        self._run(number, present, context, lambda: self._maybe_record(context, run, code))
 
     def on_call(self, number, present, context, parcel, files, fds):
         """Call a function that came from the notebook; its value goes back."""
@@ -129,37 +126,36 @@ class Worker:
         def call():
             for filename, (label, source) in files.items():
                 cells.remember_source(filename, label, source)
-            parcel.fd = fds[0] if fds else None
+            parcel.fds = fds
             (function, args, kwargs), all_globals = parcels.unpack(parcel)
             if "dry" in context:
                 return self._play(context["dry"], function, args, kwargs, all_globals)
-            run = lambda: cells.run_function(function, args, kwargs, all_globals, self.namespace)  # noqa: E731
-            names = global_names(function) if context["record"] else ()
-            return self._maybe_record(context, run, names, function, args, kwargs)
+            run = lambda: cells.run_function(function, args, kwargs, all_globals, self.namespace)
+            return self._maybe_record(context, run, function, args, kwargs)
 
         self._run(number, present, context, call)
 
-    def _maybe_record(self, context, run, names, *held):
+    def _maybe_record(self, context, run, code, *held):
         if not context["record"]:
             return run()
         from dtlab.record.recorder import record
 
-        return record(run, [*held, *(self.namespace.vars[n] for n in names if n in self.namespace.vars)])
+        used = [self.namespace.vars[name] for name in global_names(code) if name in self.namespace.vars]
+        return record(run, [code, *held, *used])
 
     def _play(self, played, function, args, kwargs, all_globals):
         from dtlab.record.play import play
 
         self.namespace.predefine(rank=played[0], world_size=played[1])
-        run = lambda args, kwargs: cells.run_function(function, args, kwargs, all_globals, self.namespace)  # noqa: E731
+        run = lambda args, kwargs: cells.run_function(function, args, kwargs, all_globals, self.namespace)
         return play(run, (function, args, kwargs), *played)
 
-    def on_push(self, number, parcel, fds):
+    def on_push(self, number, present, parcel, fds):
         """Put values into the namespace."""
-        parcel.fd = fds[0] if fds else None
-        self._number(number)
-        self._finish(number, *self._attempt(lambda: self.namespace.push(parcels.unpack(parcel)[0])))
+        parcel.fds = fds
+        self._answer(number, lambda: self.namespace.push(parcels.unpack(parcel)[0]))
 
-    def on_pull(self, number, name, fds):
+    def on_pull(self, number, present, name, fds):
         """Send a variable's value back."""
 
         def value():
@@ -168,8 +164,7 @@ class Worker:
                 raise ConfigError(f"the ranks have no variable {name!r}; their variables: {names}")
             return self.namespace.vars[name]
 
-        self._number(number)
-        self._finish(number, *self._attempt(value))
+        self._answer(number, value)
 
     def on_regroup(self, number, fds):
         """Leave the old group, with whatever hangs in it, and join a new one; variables stay."""
@@ -183,6 +178,7 @@ class Worker:
         os.close(self.board_fd)
         self.store_fd, self.board_fd = fds
         self._finish(number, *self._attempt(lambda: self.join_group() or had_groups))
+
     def _run(self, number, present, context, action):
         def whole():
             value = action()
@@ -201,7 +197,7 @@ class Worker:
             torch.set_grad_enabled(grad_is_on)  # a stop may have come while no_grad() was being left
         for stream in self._streams.values():
             stream.finish()
-        flush_c_streams()
+        ctypes.CDLL(None).fflush(None)  # what C code has printed
         self._finish(number, status, answer)
 
     def _attempt(self, action):
@@ -215,11 +211,15 @@ class Worker:
         except BaseException as error:  # noqa: B036  (SystemExit and Stopped end a cell, not the rank)
             return ("stopped" if isinstance(error, calls.Stopped) else "error"), cells.describe_error(error)
 
+    def _answer(self, number, action):
+        self._number(number)
+        self._finish(number, *self._attempt(action))
+
     def _number(self, number):
         """Begin a command: orders to stop an earlier one do not touch it."""
         with self.number_lock:
-            self.stop_text = self.stopped_at = None
-            self.stop_is_due = False
+            self.must_stop = self.stop_is_due = False
+            self.publisher.stopped_at = 0.0
             self.cell_number = number
 
     def _enter(self, number, present, context):
@@ -237,18 +237,16 @@ class Worker:
         names = self.namespace.names()
         changed = None if names == self.known_names else names
         self.known_names = names
-        fd = getattr(answer, "fd", None)
-        if fd is not None:
-            answer.fd = None
-        self.reply("done", number, status, answer, changed, fds=[] if fd is None else [fd])
-        if fd is not None:
+        fds = answer.fds if status == "ok" else ()
+        self.reply("done", number, status, answer, changed, fds=fds)
+        for fd in fds:
             os.close(fd)
 
     # out of band
 
     def _control(self):
         while True:
-            frame = self.control_channel.receive(timeout=0.05 if self.stop_text is not None else None)
+            frame = self.control_channel.receive(timeout=0.05 if self.must_stop else None)
             if frame is None:
                 if self.control_channel.closed:
                     end_with_children()  # the notebook is gone
@@ -256,61 +254,47 @@ class Worker:
                 self._obey(*frame[0])
             elif frame[0][0] == "where":
                 self.control_channel.send("where", frame[0][1], where_is_main_thread())
-            if self.stop_text is not None and self.running:
-                stopped_at = max(self.stopped_at or 0.0, self.publisher.stopped_at)  # by the signal, or in a call
-                if time.monotonic() - stopped_at > _STOP_AGAIN_S:
+            if self.must_stop and self.running:
+                if time.monotonic() - self.publisher.stopped_at > _STOP_AGAIN_S:
                     signal.pthread_kill(threading.main_thread().ident, _STOP_SIGNAL)
 
-    def _obey(self, order, number, text=None):
+    def _obey(self, order, number):
         with self.number_lock:
-            if number != self.cell_number:
-                return
-            if order == "stop":
-                self.stop_text = text
-            else:
+            if number == self.cell_number and order == "stop":
+                self.must_stop = True
+            elif number == self.cell_number:
                 shut_sockets()
 
     def _raise_stop(self, _signal, frame):
         """Raise ``Stopped`` in the cell, but not where it would break something; there it is raised a little later."""
-        if not self.running or self.stop_text is None or is_importing(frame):
+        if not self.running or not self.must_stop or is_importing(frame):
             return
         self.stop_is_due = is_in_engine(frame)
         if not self.stop_is_due:
-            self.stopped_at = time.monotonic()
-            raise calls.Stopped(self.stop_text)
+            self.publisher.stop()
 
 
 def is_in_engine(frame):
     """Whether dtlab's own code is at work: half a message, or half a call on the board, would break the rank."""
-    while frame is not None and frame.f_code is not cells.run_function.__code__:
-        filename = frame.f_code.co_filename
-        if filename.endswith(_ENGINE_FILES) or cells._is_users(filename):
-            return filename.endswith(_ENGINE_FILES)
-        frame = frame.f_back
+    for code in (f.f_code for f, _ in traceback.walk_stack(frame)):
+        is_engine = code.co_filename.endswith(_ENGINE_FILES)
+        if is_engine or code is cells.run_function.__code__ or owner(code.co_filename) == USERS:
+            return is_engine
     return False
 
 
 def is_importing(frame):
     """Whether a frame or one of its callers is Python's import machinery, which a stop would leave half done."""
-    while frame is not None:
-        if frame.f_code.co_filename.startswith("<frozen importlib"):
-            return True
-        frame = frame.f_back
-    return False
+    return any(f.f_code.co_filename.startswith("<frozen importlib") for f, _ in traceback.walk_stack(frame))
 
 
 def where_is_main_thread():
     """``(cell [3], line 4, importing, in communication code of torch)`` of the main thread, from another thread."""
     frame = sys._current_frames().get(threading.main_thread().ident)
-    importing, place = is_importing(frame), None
-    communicates = any(part in frame.f_code.co_filename for part in _WAITING_FILES)
-    while frame is not None:
-        filename = frame.f_code.co_filename
-        if not any(part in filename for part in calls._SKIPPED_FILES) and cells._is_users(filename):
-            place = f"{calls.label_of(filename)}, line {frame.f_lineno}"
-            break
-        frame = frame.f_back
-    return place, importing, communicates
+    stack = [(f.f_code.co_filename, line) for f, line in traceback.walk_stack(frame)]
+    places = [f"{calls.label_of(filename)}, line {line}" for filename, line in stack if owner(filename) == USERS]
+    communicates = any(part in stack[0][0] for part in _WAITING_FILES)
+    return next(iter(places), None), is_importing(frame), communicates
 
 
 def holds_groups(values):
@@ -319,23 +303,11 @@ def holds_groups(values):
     return len(dist.distributed_c10d._world.pg_map) > 1 or any(isinstance(v, modules) for v in values)
 
 
-def flush_c_streams():
-    """Write out what C code has printed but not flushed."""
-    import ctypes
-
-    ctypes.CDLL(None).fflush(None)
-
-
 def end_with_children():
     """End this rank and the processes it has started."""
     if os.getpgrp() == os.getpid():
         os.killpg(0, signal.SIGKILL)
     os._exit(0)
-
-
-def show(kind, data):
-    """Send something to the notebook from this rank."""
-    _worker.send_output(kind, data)
 
 
 def _forget_rank():
@@ -352,7 +324,7 @@ def main(settings, rank, fds):
     global _worker
     with contextlib.suppress(OSError):
         os.setpgid(0, 0)  # its own process group: the kernel's interrupts do not reach it, its children end with it
-    die_with_parent()
+    die_with_parent(signal.SIGKILL)
     os.environ.update(settings["environ"])
     faulthandler.enable(all_threads=False)  # a crash in C++ prints its Python line
     os.dup2(fds[2], 1)

@@ -4,16 +4,14 @@ It is exec'd (it inherits nothing from the kernel), keeps one thread, and ends w
 end of the socket closes, whatever the reason. Where fork is not safe (macOS) it starts each rank as a fresh program
 instead; everything else is the same.
 
-Messages in: ``("start", number, settings, [rank, ...])`` with five descriptors a rank, ``("kill", [pid, ...])``.
-Messages out: ``("ready", facts)``, ``("started", number, {rank: pid})``, ``("exited", rank, pid, status)``,
-``("failed", number, text)``.
+It is asked ``(number, "start", settings, rank)`` with five descriptors, ``(number, "kill", [pid, ...])`` or
+``(number, "exits")``, and answers ``(number, answer)``. Its first message is ``(method, number of GPUs)``.
 """
 import contextlib
 import ctypes
 import gc
 import json
 import os
-import select
 import signal
 import subprocess
 import sys
@@ -23,22 +21,13 @@ from dtlab.ranks.wire import Channel
 _RANK_PROGRAM = (
     "import sys, json; sys.path[:] = json.loads(sys.argv[1]); from dtlab.ranks import worker; worker.from_shell()"
 )
-FDS_PER_RANK = 5  # cells, control, raw output, store, board
 _PR_SET_PDEATHSIG = 1
 
 
-def die_with_parent(with_signal=signal.SIGKILL):
+def die_with_parent(with_signal):
     """Ask Linux to end this process when its parent ends; a second line behind the closed socket."""
     if sys.platform == "linux":
         ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, with_signal)
-
-
-def num_threads():
-    """Threads of this process as the operating system counts them; 0 where it does not say."""
-    try:
-        return len(os.listdir("/proc/self/task"))
-    except OSError:
-        return 0
 
 
 def close_all_but(kept):
@@ -49,57 +38,51 @@ def close_all_but(kept):
                 os.close(int(name))
 
 
+def kill_group(pid):
+    """Kill a process and those that it has started."""
+    with contextlib.suppress(OSError):
+        os.killpg(pid, signal.SIGKILL)
+
+
 class Zygote:
     """Holds the pids of living ranks and answers the notebook."""
 
     def __init__(self, channel, method):
         self.channel, self.method = channel, method
-        self.ranks = {}  # pid -> rank
+        self.pids = set()  # of living ranks
+        self.exits = {}  # pid -> exit status of the others
         self.children = {}  # pid -> Popen, where ranks are started as programs
 
     def serve(self):
         """Answer until the notebook's end closes, then kill what is left."""
-        wake, wake_write = os.pipe()
-        os.set_blocking(wake_write, False)
-        signal.set_wakeup_fd(wake_write)
-        signal.signal(signal.SIGCHLD, lambda *_: None)
         signal.signal(signal.SIGTERM, lambda *_: sys.exit())  # by way of "finally"
         try:
-            while not self.channel.closed:
-                select.select([self.channel, wake], [], [])
-                if select.select([wake], [], [], 0)[0]:
-                    os.read(wake, 4096)
-                for message, fds in self.channel.receive_ready():
-                    getattr(self, "on_" + message[0])(*message[1:], fds=fds)
-                self.reap()
+            while frame := self.channel.receive():
+                (number, request, *rest), fds = frame
+                self.channel.send(number, getattr(self, "on_" + request)(*rest, fds=fds))
         finally:
             signal.signal(signal.SIGTERM, signal.SIG_IGN)
-            self.on_kill(list(self.ranks))
+            self.on_kill(self.pids)
 
-    def on_start(self, number, settings, ranks, fds):
-        """Start ranks, each with its own descriptors."""
-        pids = {}
-        for i, rank in enumerate(ranks):
-            mine = fds[i * FDS_PER_RANK : (i + 1) * FDS_PER_RANK]
-            try:
-                pid = self._fork(settings, rank, mine) if self.method == "fork" else self._spawn(settings, rank, mine)
-            except OSError as error:
-                self.channel.send("failed", number, f"rank {rank} could not be started: {error}")
-                break
-            self.ranks[pid] = rank
-            pids[rank] = pid
-        for fd in fds:
-            os.close(fd)
-        self.channel.send("started", number, pids)
+    def on_start(self, settings, rank, fds):
+        """Start a rank with its descriptors (cells, control, raw output, store, board): its pid, or why not."""
+        try:
+            pid = self._fork(settings, rank, fds) if self.method == "fork" else self._spawn(settings, rank, fds)
+            self.pids.add(pid)
+            self.exits.pop(pid, None)  # of an earlier process with this number
+            return pid
+        except OSError as error:
+            return str(error)
+        finally:
+            for fd in fds:
+                os.close(fd)
 
     def _fork(self, settings, rank, mine):
         pid = os.fork()
         if pid:
             return pid
         try:  # from here on this is the rank
-            signal.set_wakeup_fd(-1)
-            for inherited in (signal.SIGCHLD, signal.SIGTERM):
-                signal.signal(inherited, signal.SIG_DFL)
+            signal.signal(signal.SIGTERM, signal.SIG_DFL)
             self.channel.sock.detach()
             close_all_but({0, 1, 2, *mine})  # another rank's socket held here would hide that rank's death
             from dtlab.ranks import worker
@@ -117,27 +100,22 @@ class Zygote:
 
     def on_kill(self, pids, fds=()):
         """Kill ranks and the processes they started."""
-        for pid in pids:
-            if pid in self.ranks:
-                for kill in (os.killpg, os.kill):
-                    try:
-                        kill(pid, signal.SIGKILL)
-                    except OSError:
-                        pass
+        for pid in self.pids.intersection(pids):
+            kill_group(pid)
+            with contextlib.suppress(OSError):
+                os.kill(pid, signal.SIGKILL)  # it may have no group of its own yet
 
-    def reap(self):
-        """Tell the notebook which ranks have ended, and how."""
-        for pid in list(self.ranks):
+    def on_exits(self, fds):
+        """How ranks have ended, by pid; what they have started ends too."""
+        for pid in list(self.pids):
             done, status = os.waitpid(pid, os.WNOHANG)
             if done:
-                rank = self.ranks.pop(pid)
+                self.pids.remove(pid)
                 if child := self.children.pop(pid, None):
                     child.returncode = status
-                try:
-                    os.killpg(pid, signal.SIGKILL)  # processes the rank has started
-                except OSError:
-                    pass
-                self.channel.send("exited", rank, pid, os.waitstatus_to_exitcode(status))
+                kill_group(pid)
+                self.exits[pid] = os.waitstatus_to_exitcode(status)
+        return self.exits
 
 
 def preload():
@@ -167,6 +145,8 @@ def main():
     """Run as a program: ``zygote FD METHOD IN_MAIN_THREAD``; the descriptor is the notebook's socket."""
     import socket
 
+    import psutil
+
     fd, method, in_main_thread = int(sys.argv[2]), sys.argv[3], sys.argv[4] == "1"
     if in_main_thread:  # the signal would come when the *thread* that started us ends
         die_with_parent(signal.SIGTERM)  # not at once: the ranks' own processes are ended first
@@ -175,13 +155,17 @@ def main():
     signal.signal(signal.SIGINT, signal.SIG_IGN)
     if method == "fork":
         preload()
-        if num_threads() > 1:  # something that Python loads at its start has made one: forking is not safe
+        if psutil.Process().num_threads() > 1:  # of something that Python loads at its start: forking is not safe
             method = "spawn"
-    channel.send("ready", {"method": method, "threads": num_threads(), "gpus": _num_gpus()})
+    channel.send(method, _num_gpus())
     Zygote(channel, method).serve()
 
 
 def _num_gpus():
-    from dtlab.ranks.devices import num_gpus
+    """CUDA devices that are visible, counted through NVML: a process that started CUDA could not be forked."""
+    import torch
 
-    return num_gpus()
+    try:
+        return max(0, torch.cuda._device_count_nvml()) if torch.version.cuda else 0
+    except Exception:
+        return 0

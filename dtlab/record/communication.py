@@ -4,33 +4,12 @@ Those see raw ``torch.distributed``, functional collectives, DDP's reducer, FSDP
 once. The waits they see are ``Work.wait`` and ``wait_tensor``. A wait that C++ makes by itself (DDP's reducer at the
 end of backward) is inferred: it ends when the program first touches what the call fills.
 """
-import functools
-import weakref
-
 import torch
 from torch.distributed import distributed_c10d
 
+from dtlab.ranks.board import RECV, RECV_ANY
+from dtlab.ranks.guard_facts import flat
 from dtlab.theory.communication import wire_bytes
-
-
-@functools.lru_cache
-def _places(op):
-    """Positions of ``(tensors read, tensors written, root, splits)`` in the arguments of a c10d operator."""
-    names = [a.name for a in op._schema.arguments]
-    read = [i for i, n in enumerate(names) if n.startswith("input") and "split" not in n]
-    written = [i for i, n in enumerate(names) if n.startswith("output") and "split" not in n]
-    if "tensors" in names:
-        sends, receives = "send" in str(op), "recv" in str(op)
-        read, written = [0][receives:], [0][sends:]
-    find = lambda name: names.index(name) if name in names else None
-    return read, written, find("root_rank"), find("input_split_sizes")
-
-
-def flat(tensors):
-    """The tensors in nested lists, in order."""
-    if isinstance(tensors, torch.Tensor):
-        return [tensors]
-    return [t for part in tensors or () for t in flat(part)]
 
 
 class Group:
@@ -57,18 +36,21 @@ class Calls:
         self.recorder, self.memory = recorder, recorder.memory
         self.groups = {}  # name -> Group
         self.in_flight = {}  # id of a storage that a call fills -> [(first byte, end, issue), ...]
-        self._works = {}  # id of a Work -> (weak reference to it, issue)
+        self._issues = {}  # index of a call that has a handle -> issue
         self._seqs = {}
         self._open = set()  # issues without a wait
 
-    def issued(self, started, op, name, group, members, peer, tag, args, work):
+    def issued(self, started, index, operands, group, members, peer, tag, args):
         """A c10d operator was handed to the backend."""
-        read, written, root_at, splits_at = _places(op)
-        root, splits = (None if at is None else args[at] for at in (root_at, splits_at))
-        reads, writes = flat([args[i] for i in read]), flat([args[i] for i in written])
+        root, splits = (None if at is None else args[at] for at in (operands.root, operands.splits[0]))
+        reads, writes = operands.lists(args, is_root=False)
+        if operands.tensors is not None and operands.kind not in (RECV, RECV_ANY):
+            reads = reads or writes
+        name = operands.public
         if len(writes) == 1:
             name = name.removesuffix("_coalesced")  # how functional collectives call for a single tensor
-        self.add(started, name, group, members, reads, writes, root or 0, splits, peer, tag, work)
+        issue = self.add(started, name, group, members, reads, writes, root or 0, splits, peer, tag)
+        self._issues[index] = issue
 
     def functional(self, op, args, out):
         """A functional collective of a dry recording, where it calls no c10d operator."""
@@ -80,8 +62,8 @@ class Calls:
             name = op._schema.name.split("::")[1].strip("_").removesuffix("_out")
             self.add(0.0, name, group, members, reads, flat(out), named.get("src", 0), named.get("input_split_sizes"))
 
-    def add(self, started, name, group, members, reads, writes, root, splits, peer=-1, tag=0, work=None):
-        """An issue event, and what is needed to see its wait."""
+    def add(self, started, name, group, members, reads, writes, root, splits, peer=-1, tag=0):
+        """An issue event, and what is needed to see its wait; what waits call the issue."""
         known = self.groups.get(group.group_name)
         if known is None:
             known = self.groups[group.group_name] = Group(group, members)
@@ -93,21 +75,18 @@ class Calls:
         ids = [tuple({s.id for s in some}) for some in storages]
         self.recorder.add("issue", name, started, bytes=size, wire_bytes=wire, call=issue, reads=ids[0], writes=ids[1])
         self._open.add(issue)
-        if work is not None:
-            key = id(work)
-            self._works[key] = weakref.ref(work, lambda _: self._works.pop(key, None)), issue
         for tensor in writes:
             storage = self.memory.of(tensor)
             if storage is not None:
                 self.in_flight.setdefault(storage.id, []).append((*_extent(tensor), issue))
+        return issue
 
-    def waited(self, work, started):
-        """``Work.wait`` returned."""
-        _, issue = self._works.pop(id(work), (None, None))
-        self._ended(issue, started)
+    def waited(self, index, started):
+        """``Work.wait`` or ``wait_tensor`` returned, for a call."""
+        self._ended(self._issues.pop(index, None), started)
 
     def waited_for(self, tensor, started):
-        """``wait_tensor`` returned."""
+        """``wait_tensor`` of a dry recording returned."""
         storage = self.memory.of(tensor)
         for *_, issue in self.in_flight.get(storage.id, ())[-1:] if storage else ():
             self._ended(issue, started)

@@ -14,6 +14,7 @@ program runs; the highest of this list wins, and holds for the whole life of the
 import functools
 import gc
 import sys
+import traceback
 import types
 import weakref
 
@@ -103,13 +104,11 @@ class Memory:
         storage, size = self._known.get(untyped._cdata), untyped.nbytes()
         if storage is None or storage.size == size:
             return
-        old, storage.size = storage.size, size
+        if storage.counted and not size:
+            self.rows.append(_row("free", storage, self.now()))  # of the size it had
+        storage.size = size
         if storage.counted and size:
             self.rows.append(_row("alloc", storage, self.now()))
-        elif storage.counted:
-            storage.size = old
-            self.rows.append(_row("free", storage, self.now()))
-            storage.size = 0
 
     # categories
 
@@ -209,12 +208,10 @@ class Memory:
         """Whether an optimizer's ``step()`` is under way; one that failed is not."""
         if self._step is None:
             return False
-        frame = sys._getframe(1)
-        while frame is not None and frame.f_code is not self._step:
-            frame = frame.f_back
-        if frame is None:
+        is_running = any(frame.f_code is self._step for frame, _ in traceback.walk_stack(sys._getframe(1)))
+        if not is_running:
             self._step = None
-        return frame is not None
+        return is_running
 
     def _before_step(self, optimizer, *_):
         self._step = sys._getframe(1).f_code

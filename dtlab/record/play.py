@@ -2,10 +2,12 @@
 import contextlib
 import functools
 import io
+import itertools
 import types
 
 import torch
 import torch.distributed as dist
+from torch._C._distributed_c10d import FakeWork
 from torch._subclasses import fake_tensor
 from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.distributed.device_mesh import DeviceMesh
@@ -16,6 +18,7 @@ from torch.utils._pytree import tree_map
 
 from dtlab.errors import ConfigError
 from dtlab.ranks import calls, cells
+from dtlab.ranks.guard_buffers import Buffers
 from dtlab.record import recorder
 
 _READS_VALUES = (fake_tensor.DataDependentOutputException, fake_tensor.DynamicOutputShapeException)
@@ -38,22 +41,20 @@ _TEXTS = {_OF_VALUES: _NO_VALUES, _OF_THE_GROUP: _NOT_PLAYED, _OF_MEMORY: _NOT_F
 
 
 class _Publisher(calls.Publisher):
-    """Knows groups and peers; publishes nothing and waits for nobody."""
+    """Knows groups, peers and handles; publishes nothing and waits for nobody."""
 
     def __init__(self):
         self._groups, self._by_tensor, self._works, self._last = {}, {}, {}, None
-        self.guard = types.SimpleNamespace(on=False, buffers=None, catch_up=lambda index: None)
+        self._indices = itertools.count()
+        self.guard = types.SimpleNamespace(on=False, buffers=Buffers(None))
 
     def publish(self, *_, **__):
-        return 0
-
-    def remember(self, work, index):
-        self._last = work
-
-    def gate_work(self, work, timeout=None):
-        """No wait."""
+        return next(self._indices)
 
     def gate(self, index, work=None, timeout=None):
+        """No wait."""
+
+    def gate_barrier(self, index, timeout_ms):
         """No wait."""
 
 
@@ -63,7 +64,8 @@ def play(run, roots, rank, world_size):
     ``roots`` are the function, its args and kwargs; ``run`` gets the same with fake tensors in them.
     """
     fake_mode = FakeTensorMode(allow_non_fake_inputs=True)
-    _observe_fake_waits()
+    if not hasattr(FakeWork.wait, "__wrapped__"):  # it has a wait of its own
+        calls.gate_wait(FakeWork)
     _keep_meshes_real()
     if dist.is_initialized():
         calls.current = None
@@ -107,23 +109,6 @@ def _name(function):
     while isinstance(function, functools.partial):
         function = function.func
     return f"{getattr(function, '__name__', type(function).__name__)}()"
-
-
-def _observe_fake_waits():
-    """``FakeWork`` has a ``wait`` of its own. Once a process."""
-    work_type = torch._C._distributed_c10d.FakeWork
-    wait = work_type.wait
-    if hasattr(wait, "__wrapped__"):
-        return
-
-    @functools.wraps(wait)
-    def waited(self, *args, **kwargs):
-        done = wait(self, *args, **kwargs)
-        if calls.observer is not None:
-            calls.observer.waited(self, 0.0)
-        return done
-
-    work_type.wait = waited
 
 
 def _keep_meshes_real():

@@ -14,6 +14,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from dtlab.errors import ConfigError
 from dtlab.ranks import calls
+from dtlab.ranks.guard_facts import flat
 from dtlab.ranks.guard_order import LIBRARY, USERS, owner
 from dtlab.record import flops, pipelines
 from dtlab.record.communication import Calls
@@ -195,7 +196,7 @@ class Recorder(TorchDispatchMode):
             if operator.kind is _view:
                 self._meet_parameters(args[:1])
             else:
-                for tensor in _tensors(out):
+                for tensor in flat(out):
                     self.memory.of(tensor)
                 if self.fake_mode is not None and func.namespace == "_c10d_functional":
                     self.calls.functional(func, args, out)
@@ -264,7 +265,7 @@ class Recorder(TorchDispatchMode):
         out = func(*args, **kwargs)
         cpu, ended = time.thread_time() - cpu, time.perf_counter()
         made = 0
-        for tensor in (out,) if isinstance(out, torch.Tensor) else _tensors(out):
+        for tensor in flat(out):
             storage = memory.of(tensor)
             if storage is not None and storage.id not in writes:
                 writes.append(storage.id)
@@ -298,15 +299,6 @@ def record(run, roots, fake_mode=None):
         value = run()
     groups = {group.id: group.ranks for group in recorder.calls.groups.values()}
     return value, recorder.finish(), groups, recorder._began
-
-
-def _tensors(value):
-    """The tensors in the result of an operator; lists of tensors are opened."""
-    if isinstance(value, torch.Tensor):
-        yield value
-    elif isinstance(value, (list, tuple)):
-        for part in value:
-            yield from _tensors(part)
 
 
 @contextlib.contextmanager

@@ -164,22 +164,21 @@ def boxes_of_run(run, programs, looks, shows):
         list of ``Box``.
     """
     boxes = []
-    for rank in run.began:
-        lane, last, seen, clock, awaited = Lane(rank), None, None, 0.0, None
-        ends = zip(programs[rank], looks[rank], run.began[rank], run.ended[rank])
-        for (_, action), its_look, began, ended in (*ends, ((0, None), None, run.end_s[rank], run.end_s[rank])):
-            if began > clock:
-                name, label, _ = shows[awaited][rank]
-                label = f"waits for {label}" + (f" {name}" if name.startswith(("to ", "from ")) else "")
-                boxes.append(Box(lane, label, clock, began, "idle", "", run.called[awaited]))
-                last = None
-            if ended > began and last is not None and seen is its_look:
+    for rank, ends in run.ended.items():
+        lane, last, seen, clock, steps = Lane(rank), None, None, 0.0, zip(ends, programs[rank], looks[rank])
+        for ended, (_, action), its_look in steps:
+            if ended > clock and last is not None and seen is its_look:
                 last.end_s = ended
-            elif ended > began:
-                label, kind, text = seen = its_look
-                seen, last = its_look, Box(lane, label, began, ended, kind, text)
+            elif ended > clock:
+                seen, (label, kind, text) = its_look, its_look
+                last = Box(lane, label, clock, ended, kind, text)
                 boxes.append(last)
-            clock, awaited = ended, None if action is None else ~action
+            clock = ended
+            if action is not None and action < 0 and run.moved[~action][1] > clock:
+                name, label, _ = shows[~action][rank]
+                label = f"waits for {label}" + (f" {name}" if name.startswith(("to ", "from ")) else "")
+                boxes.append(Box(lane, label, clock, run.moved[~action][1], "idle", "", run.called[~action]))
+                last, clock = None, run.moved[~action][1]
     for moved, called, seen in zip(run.moved, run.called, shows):
         if moved and moved[0] < moved[1]:
             boxes += [Box(Lane(rank, name), label, *moved, "communication", text, called)

@@ -4,7 +4,8 @@ A rank's *program* is a list of steps ``(seconds, action)``: run for so long on 
 number ``action``, wait for it if it is ``~action``, or go on if it is None. The rules:
 
 - A transfer is ready when all its members that have a program have started it; the others count as ready.
-- Transfers of one *lane* go one after the other, in the order in which they became ready.
+- Transfers of one *lane* go one after the other, in the order in which they became ready; one that takes no time
+  (a group of one) is over at once and passes them by.
 - A transfer takes its latency, then its transfer time at the full rate of its *links*. Of k that are on a link at once
   each gets 1/k of it (over several links: of the fullest), reckoned anew whenever one comes or goes. Latency is not
   shared.
@@ -18,6 +19,7 @@ Only transfers that take time, and steps on shared cores, pass through the queue
 """
 from collections import deque
 from heapq import heappop, heappush
+from itertools import chain
 from typing import NamedTuple
 
 from dtlab.errors import ConfigError
@@ -49,14 +51,14 @@ class Run:
     """What happened when.
 
     Attributes:
-        began, ended: rank -> for each step, when its run began and ended (seconds).
+        ended: rank -> for each step, when its run ended (seconds); the next begins then, or when its wait is over.
         end_s: rank -> when its program ended, with its last wait.
         moved: for each transfer ``(begin, end)`` of its time, latency included; None if it was never ready.
         called: for each transfer ``(rank, time)`` of the last start, the first of them in a tie; None: nobody did.
     """
 
     def __init__(self, programs, transfers):
-        self.began, self.ended = {rank: [] for rank in programs}, {rank: [] for rank in programs}
+        self.ended = {rank: [] for rank in programs}
         self.end_s = dict.fromkeys(programs, 0.0)
         self.moved, self.called = [None] * len(transfers), [None] * len(transfers)
 
@@ -90,9 +92,10 @@ def simulate(programs, transfers, *, cores=None, asleep=None):
 class _Engine:
     def __init__(self, programs, transfers, cores, asleep):
         self.programs, self.transfers, self.run = programs, transfers, Run(programs, transfers)
-        self.at = dict.fromkeys(programs, 0)  # rank -> the step it is at
-        self.missing = [sum(member in programs for member in t.members) for t in transfers]
-        self.takes_time = [t.latency_s > 0 or t.transfer_s > 0 for t in transfers]
+        self.steps = {rank: iter(program) for rank, program in programs.items()}  # those to come
+        self.over = {}  # rank -> the action of its step, whose run on a shared core is over
+        self.missing = [sum(map(programs.__contains__, t.members)) for t in transfers]
+        self.quick = [n == 1 and not (t.latency_s or t.transfer_s) for n, t in zip(self.missing, transfers)]
         self.start_s = [0.0] * len(transfers)  # of those under way
         self.sleepers = {}  # transfer -> [(rank, since when it waits), ...]
         self.queues = {}  # lane -> transfers that are ready, the first one under way
@@ -126,45 +129,48 @@ class _Engine:
 
     def advance(self, rank, clock):
         """Let a rank go on at a time, to a wait that is not over, to a shared core, or to its end."""
-        program, moved, began, ended = self.programs[rank], self.run.moved, self.run.began[rank], self.run.ended[rank]
-        for at in range(self.at[rank], len(program)):
-            seconds, action = program[at]
-            if len(began) == at:
-                began.append(clock)
-                if self.cores is None:
-                    clock += seconds
-                elif seconds > 0:
-                    self.at[rank] = at
-                    if at in self.asleep.get(rank, ()):
-                        heappush(self.events, (clock + seconds, _WAKE, rank, 0))
-                    else:
-                        self.start_run(rank, seconds, clock)
-                    return
+        steps, ended, on_cores = self.steps[rank], self.run.ended[rank], self.cores is not None
+        moved, called, quick, sleepers = self.run.moved, self.run.called, self.quick, self.sleepers
+        if rank in self.over:
+            steps = chain([(0.0, self.over.pop(rank))], steps)
+        for seconds, action in steps:
+            if not on_cores:
+                clock += seconds
+            elif seconds > 0:
+                self.over[rank] = action
+                self.start_run(rank, seconds, clock)
+                return
             ended.append(clock)
             if action is None:
                 continue
             if action >= 0:
-                self.start(action, rank, clock)
-            elif moved[~action] is None:
-                self.at[rank] = at + 1
-                self.sleepers.setdefault(~action, []).append((rank, clock))
+                if quick[action]:  # as start() and end(), without the calls: free messages come by ten thousands
+                    moved[action], called[action] = (clock, clock), (rank, clock)
+                    if action in sleepers:
+                        self.wake(action, clock)
+                else:
+                    self.start(action, rank, clock)
+                continue
+            awaited = moved[~action]
+            if awaited is None:
+                sleepers.setdefault(~action, []).append((rank, clock))
                 return
-            elif moved[~action][1] > clock:
-                clock = moved[~action][1]
-        self.at[rank], self.run.end_s[rank] = len(program), clock
+            if awaited[1] > clock:
+                clock = awaited[1]
+        self.run.end_s[rank] = clock
 
     def start(self, transfer, rank, now):
         """A member starts a transfer; the last one makes it ready."""
-        called = self.run.called
-        if called[transfer] is None or now > called[transfer][1]:
-            called[transfer] = rank, now
-        self.missing[transfer] -= 1
-        if not self.missing[transfer]:
-            now = called[transfer][1]
-            if self.takes_time[transfer]:
-                heappush(self.events, (now, _READY, transfer, 0))
-            else:
-                self.end(transfer, now, now)
+        called, self.missing[transfer] = self.run.called[transfer], self.missing[transfer] - 1
+        if called is None or now > called[1]:
+            called = self.run.called[transfer] = rank, now
+        if self.missing[transfer]:
+            return
+        now, (_, _, _, latency_s, transfer_s, _) = called[1], self.transfers[transfer]
+        if latency_s or transfer_s:
+            heappush(self.events, (now, _READY, transfer, 0))
+        else:
+            self.end(transfer, now, now)
 
     # transfers
 
@@ -226,8 +232,12 @@ class _Engine:
 
     def end(self, transfer, began, now):
         self.run.moved[transfer] = began, now
-        if transfer in self.sleepers:
-            self.todo.extend((rank, max(since, now)) for rank, since in self.sleepers.pop(transfer))
+        self.wake(transfer, now)
+
+    def wake(self, transfer, now):
+        """Let those go on that wait for it."""
+        for rank, since in self.sleepers.pop(transfer, ()):
+            self.todo.append((rank, now if now > since else since))
 
     # shared cores: all that run are equally fast, so one count of work serves them all
 
@@ -235,6 +245,9 @@ class _Engine:
         return min(1.0, self.cores / len(self.runs)) if self.runs else 1.0
 
     def start_run(self, rank, seconds, now):
+        if len(self.run.ended[rank]) in self.asleep.get(rank, ()):
+            heappush(self.events, (now + seconds, _WAKE, rank, 0))
+            return
         self.work, self.work_at = self.work + (now - self.work_at) * self.rate(), now
         heappush(self.runs, (self.work + seconds, rank))
 
@@ -261,7 +274,7 @@ class _Engine:
         return f"the programs never end: {'; '.join(sorted(lines))}"
 
     def has_started(self, rank, transfer):
-        return any(action == transfer for _, action in self.programs[rank][:self.at[rank]])
+        return any(action == transfer for _, action in self.programs[rank][:len(self.run.ended[rank])])
 
 
 def _ranks(ranks):

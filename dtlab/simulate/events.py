@@ -5,7 +5,7 @@ things happened (an event that lasts stands where it ended).
 
 | kind | what happened | fields it uses beside op, start_s, end_s, where, phase |
 |---|---|---|
-| compute | an operation on tensors | cpu_s, flops, bytes (read + written), reads, writes |
+| compute | an operation on tensors; ``sleep``: a timed layer's | cpu_s, flops, bytes (read + written), reads, writes |
 | issue | a communication call was handed to the backend | bytes, wire_bytes, group, seq, peer, tag, reads, writes |
 | wait | the rank waited for one | the op, group, seq, peer and tag of the issue it ends |
 | alloc, free | a storage came to life, or its bytes went | storage, bytes, category (alloc) |
@@ -127,13 +127,17 @@ class Recording:
         return tables.flops(self.events)
 
     def timeline(self):
-        """What each rank did when, as a ``Timeline`` that draws itself in a notebook."""
+        """What each rank did when, as a ``Timeline`` that draws itself in a notebook.
+
+        Raises:
+            ConfigError: the recording is dry; ``replay`` gives it times.
+        """
         from dtlab.simulate.timeline import Timeline
 
         return Timeline.of(self)
 
     def to_chrome_trace(self, path):
-        """Write a trace for https://ui.perfetto.dev or chrome://tracing."""
+        """Write a trace for https://ui.perfetto.dev or chrome://tracing; of a dry one replay's timeline can."""
         from dtlab.simulate.trace import write_chrome_trace
 
         write_chrome_trace(self, path)
@@ -156,6 +160,7 @@ class Recording:
 _FIELDS = {f.name: f for f in fields(Event)}
 _DEFAULTS = {name: () if name in ("reads", "writes") else {} if name == "phase" else f.default
              for name, f in _FIELDS.items()}
+_AMOUNTS = ("cpu_s", "flops", "bytes", "wire_bytes")
 _TYPES = {"int": int, "float": (int, float), "str": str, "tuple": list, "dict": dict}
 
 
@@ -187,6 +192,8 @@ def read_events(path):
             return _parse(path, file)
     except FileNotFoundError:
         raise ConfigError(f"there is no recording {str(path)!r}") from None
+    except (OSError, TypeError) as error:  # a folder, not allowed, no path
+        raise ConfigError(f"{path!r} cannot be read as a recording: {error}") from None
     except UnicodeDecodeError:
         raise ConfigError(f"{str(path)!r} is no dtlab recording: it is not text") from None
 
@@ -209,8 +216,11 @@ def _parse(path, file):
     try:
         events = {int(rank): [] for rank in header["ranks"]}
         world_size, meta = int(header["world_size"]), dict(header["meta"])
-    except (KeyError, TypeError, ValueError):
-        raise ConfigError(f"{str(path)!r} is no dtlab recording: its header lacks ranks, world_size or meta") from None
+        if not all(rank in range(world_size) for rank in events):
+            raise ValueError
+    except (KeyError, TypeError, ValueError, OverflowError):
+        raise ConfigError(f"{str(path)!r} is no dtlab recording: its header lacks ranks, world_size or meta, "
+                          "or a rank is not in the world") from None
     count = 0
     for number, line in enumerate(file, start=2):
         entry = _entry(line)
@@ -248,6 +258,8 @@ def _wrong(entry):
         kind = _FIELDS[name].type.__name__
         if not isinstance(value, _TYPES[kind]) or isinstance(value, bool):
             return f"{name} ({value!r}) should be of type {kind}"
+        if kind == "float" and not abs(value) < 1e300 or name in _AMOUNTS and not 0 <= value < 1e300:
+            return f"{name} ({value!r}) cannot be"
     missing = [name for name in ("kind", "op", "start_s", "end_s") if name not in entry]
     if missing:
         return f"an event lacks {', '.join(missing)}"

@@ -5,6 +5,7 @@ where they stand. GB and TB are 10**9 and 10**12 bytes.
 """
 import re
 from collections import Counter
+from collections.abc import Iterable
 from dataclasses import dataclass, fields, replace
 from numbers import Real
 
@@ -12,11 +13,11 @@ import numpy as np
 
 from dtlab.errors import ConfigError
 from dtlab.theory import Link, base_op, collective_time_s
-from dtlab.validate import at_least, index_below, one_of
+from dtlab.validate import amount, at_least, index_below, one_of
 
 # Latency of a hop: what NCCL's own model of its ring counts for large messages ("Simple") over NVLink, PCIe and a
-# network, as of NCCL 2.19 (src/graph/tuning.cc). Small messages are three to five times quicker there. For Ethernet,
-# sockets through the kernel: an assumption, by order of magnitude.
+# network, as of NCCL 2.19 (src/graph/tuning.cc). Small messages ("LL") are five to six times quicker there. For
+# Ethernet, sockets through the kernel: an assumption, by order of magnitude.
 _NVLINK_S, _PCIE_S, _NETWORK_S, _SOCKET_S = 3.4e-6, 5.7e-6, 14e-6, 50e-6
 
 
@@ -78,7 +79,7 @@ class Hardware:
         memory_efficiency: share of the memory's bandwidth that is reached. The presets' 0.8 is an assumption.
         op_overhead_s: what every operation costs beside its work, in seconds; the presets' 4 us (the launch of a
             kernel) is an assumption, by order of magnitude.
-        cores: None: every rank has a device of its own. A number: ranks are processes that share as many cores.
+        cores: None: every rank has a device of its own. A number: so many ranks can compute at once.
         measured: of a calibrated machine ``((op, ranks, latency_s, seconds_per_byte), ...)``; used before ``inside``.
         source: where the numbers are from.
 
@@ -167,10 +168,10 @@ class Hardware:
         """This machine, measured in a few seconds, once a process for each number of ranks.
 
         Cores, GEMM FLOP/s, memory bandwidth and overhead an operation of one thread; gloo's messages and collectives
-        between as many ranks.
+        between them. ``dtlab.record.calibration`` says what a replay on it counts.
 
         Args:
-            ranks: how many processes talk (count); those of ``dtlab.current_ranks()`` or 4 if not given.
+            ranks: live ranks; if not given those of ``dtlab.current_ranks()``, or 4 that are launched for it.
         """
         from dtlab.record.calibration import calibrate  # the one import upwards: measuring needs ranks and torch
 
@@ -198,7 +199,8 @@ class Hardware:
         """Seconds of a collective among ``ranks`` (global), once all of them have called it.
 
         Inside a node at ``inside``; across nodes the cheaper of hierarchical and flat, flat being as slow as
-        ``between``. Hierarchical needs as many of the ranks on each node: with uneven nodes only flat is counted.
+        ``between``. Hierarchical are all_reduce, all_gather and reduce_scatter of as many ranks on each node: uneven
+        nodes, and the other ops, are counted flat, which is more than libraries that know the nodes need.
 
         Args:
             op: name in torch.distributed.
@@ -206,8 +208,11 @@ class Hardware:
             algorithm: one of ``theory.ALGORITHMS[op]``; the fastest if not given.
 
         Raises:
-            ConfigError: a rank without a device; an op or an algorithm that is not known.
+            ConfigError: no ranks, one twice or without a device; an op or an algorithm that is not known.
         """
+        ranks = list(ranks) if isinstance(ranks, Iterable) else ranks
+        if not isinstance(ranks, list) or len(set(ranks)) < max(len(ranks), 1):
+            raise ConfigError(f"ranks ({ranks!r}) must be the global ranks of the group, each once: range(4)")
         size = len(ranks)
         self._node(min(ranks)), self._node(max(ranks))
         on_nodes = Counter(rank // self.node_size for rank in ranks)
@@ -228,7 +233,7 @@ class Hardware:
     def p2p_s(self, num_bytes, source, destination):
         """Seconds of a message between two ranks (global): latency plus bytes over bandwidth of the link they share."""
         link = self.inside if self._node(source) == self._node(destination) else self.between
-        return link.time_s(num_bytes)
+        return link.time_s(amount("num_bytes", num_bytes))
 
     def _node(self, rank):
         return index_below("rank", rank, f"num_devices of {self.name}", self.num_devices) // self.node_size
@@ -236,7 +241,7 @@ class Hardware:
     def __repr__(self):
         place = f"{self.num_devices} devices in nodes of {self.node_size}, each"
         if self.cores is not None:
-            place = f"{self.num_devices} ranks share {self.cores} cores, each of"
+            place = f"{self.num_devices} ranks at most, {self.cores} at once, each"
         bandwidth = self.memory_bandwidth_bytes_per_s
         text = (f"{self.name}: {place} {_short(self.peak_flops * self.gemm_efficiency, 'FLOP/s')} (peak "
                 f"{_short(self.peak_flops, 'FLOP/s')}), {_short(self.memory_bytes, 'B')} at "

@@ -14,6 +14,8 @@ import numpy as np
 from dtlab.errors import ConfigError
 from dtlab.simulate.boxes import Lane, boxes_of_run, calls, channel, look
 from dtlab.simulate.engine import Transfer, simulate
+from dtlab.simulate.events import Recording
+from dtlab.simulate.hardware import Hardware
 from dtlab.simulate.timeline import Timeline
 from dtlab.theory import ALGORITHMS, base_op
 from dtlab.validate import one_of
@@ -28,19 +30,25 @@ def replay(recording, hardware, *, algorithm=None):
         recording: ``Recording``; its times are not used, except sleeps, and thread-CPU times where
             ``hardware.cores`` is a number.
         hardware: ``Hardware`` with a device for each rank of the recording's world.
-        algorithm: of the collectives that know it, ``"ring"``; the fastest for each if not given.
+        algorithm: of the collectives that know it, ``"ring"`` (``"hierarchical"``: where the group spans nodes); the
+            fastest for each other one, and for all if not given.
 
     Returns:
         Timeline.
 
     Raises:
         ConfigError: a recording without events or with more ranks than devices; an algorithm that no collective of it
-            knows; a receive that names no source; programs that wait for each other for ever.
+            knows; ranks that made different calls; a receive that names no source; programs that wait for each other
+            for ever.
 
     Example:
         >>> replay(ranks.record(step), Hardware.preset("8xH100")).step_time_s          # doctest: +SKIP
         0.0123
     """
+    if not isinstance(recording, Recording):
+        raise ConfigError(f"recording ({recording!r}) must be what ranks.record, record_dry or Recording.load returned")
+    if not isinstance(hardware, Hardware):
+        raise ConfigError(f"hardware ({hardware!r}) must be Hardware, such as Hardware.preset(\"8xH100\")")
     if recording.world_size > hardware.num_devices:
         raise ConfigError(f"a recording of {recording.world_size:,} ranks does not fit {hardware.name}, which has "
                           f"{hardware.num_devices:,} devices: record as many ranks, or choose hardware with more")
@@ -149,6 +157,10 @@ def _described(call, issues, groups, recorded):
     callers = tuple(sorted(rank for rank, _ in issues))
     num_bytes, op = max(issue.bytes for _, issue in issues), base_op(issues[0][1].op)
     if not ends:
+        if other := next((its for its in issues if base_op(its[1].op) != op), None):
+            raise ConfigError(f"call {count} of {Lane(-1, group)} is {op} on rank {issues[0][0]} and "
+                              f"{base_op(other[1].op)} on rank {other[0]} ({other[1].where or 'place not known'}): "
+                              "these ranks would not have met; record a program in which all make the same calls")
         ranks = tuple(groups.get(group, callers))
         kind = _Kind(op, ranks, tuple(rank for rank in ranks if rank in recorded))
         return f"{op} {count} of {Lane(-1, group)}", group, num_bytes, kind
@@ -169,16 +181,21 @@ def _costs(kind, sizes, hardware, algorithm):
     if kind.op == "send":
         times, less = (np.array([hardware.p2p_s(size, *kind.ranks) for size in some]) for some in (sizes, near))
     else:
-        chosen = algorithm if algorithm in ALGORITHMS.get(kind.op, ()) else None
+        is_known = algorithm in ALGORITHMS.get(kind.op, ())
+        chosen = algorithm if is_known and (algorithm, _where(kind, hardware)) != ("hierarchical", "inside") else None
         times, less = (hardware.collective_s(kind.op, some, kind.ranks, chosen) + 0 * some for some in (sizes, near))
     moving, links = np.clip((times - less) * 2.0**10, 0, times), _links(kind, hardware)
     return {int(size): (time_s - part_s, part_s, links)
             for size, time_s, part_s in zip(sizes, times.tolist(), moving.tolist())}  # fmt: skip
 
 
+def _where(kind, hardware):
+    return "inside" if len({rank // hardware.node_size for rank in kind.ranks}) == 1 else "between"
+
+
 def _links(kind, hardware):
     """The links that a call fills, of recorded ranks only: ``(rank, where, way)``."""
-    where = "inside" if len({rank // hardware.node_size for rank in kind.ranks}) == 1 else "between"
+    where = _where(kind, hardware)
     if kind.op == "send":
         return tuple((rank, where, way) for rank, way in zip(kind.ranks, ("out", "in")) if rank in kind.members)
     return tuple((rank, where, way) for rank in kind.members for way in ("out", "in"))

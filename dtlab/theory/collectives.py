@@ -14,7 +14,7 @@ import numpy as np
 
 from dtlab.errors import ConfigError
 from dtlab.theory.communication import base_op
-from dtlab.validate import at_least, one_of
+from dtlab.validate import amount, at_least, one_of
 
 
 @dataclass(frozen=True)
@@ -28,7 +28,7 @@ class Link:
         source: where the numbers come from.
 
     Raises:
-        ConfigError: a bandwidth that is not above 0, a latency below 0.
+        ConfigError: a bandwidth that is no number above 0, a latency that is none or below 0.
     """
 
     name: str
@@ -37,9 +37,8 @@ class Link:
     source: str = ""
 
     def __post_init__(self):
-        if not self.bandwidth_bytes_per_s > 0 or not self.latency_s >= 0:
-            raise ConfigError(f"{self.name}: bandwidth_bytes_per_s ({self.bandwidth_bytes_per_s}) must be above 0 and "
-                              f"latency_s ({self.latency_s}) at least 0")
+        amount(f"{self.name}: bandwidth_bytes_per_s", self.bandwidth_bytes_per_s, above_0=True)
+        amount(f"{self.name}: latency_s", self.latency_s)
 
     def time_s(self, num_bytes):
         """Seconds of one message; ``num_bytes`` is a number or a numpy array."""
@@ -165,8 +164,9 @@ def _terms(op, algorithm, n, node_size):
     return tuple(inside.tolist()), tuple(between.tolist()), busiest
 
 
-def _checked(op, algorithm, size, node_size):
+def _checked(op, tensor_bytes, algorithm, size, node_size):
     """``{algorithm: terms}`` of what is asked for, or of all that can be had."""
+    amount("tensor_bytes", tensor_bytes)
     op = base_op(op)
     one_of("op", op, ALGORITHMS)
     size = at_least("size", size, 1)
@@ -193,11 +193,13 @@ def _seconds(terms, tensor_bytes, inside, between):
 
 def _links(size, link, node_size, link_between):
     """The link that flat algorithms are priced at: the slower kind as soon as the group leaves its node."""
-    if node_size is None or node_size >= size:
-        return link
-    if link_between is None:
+    spans_nodes = node_size is not None and at_least("node_size", node_size, 1) < at_least("size", size, 1)
+    if spans_nodes and link_between is None:
         raise ConfigError(f"a group of {size} in nodes of {node_size} needs link_between as well as link")
-    return link_between
+    for name, its in (("link", link), *([("link_between", link_between)] if spans_nodes else [])):
+        if not isinstance(its, Link):
+            raise ConfigError(f"{name} ({its!r}) must be a Link(name, bandwidth_bytes_per_s, latency_s)")
+    return link_between if spans_nodes else link
 
 
 def collective_time_s(op: str, tensor_bytes, *, size: int, link: Link, algorithm: str | None = None,
@@ -228,7 +230,8 @@ def collective_time_s(op: str, tensor_bytes, *, size: int, link: Link, algorithm
     for n ranks has ceil(log2 n) rounds. Not here: pipelined trees and chains, as NCCL has them.
     """
     flat = _links(size, link, node_size, link_between)
-    times = [_seconds(terms, tensor_bytes, link, flat) for terms in _checked(op, algorithm, size, node_size).values()]
+    times = [_seconds(terms, tensor_bytes, link, flat)
+             for terms in _checked(op, tensor_bytes, algorithm, size, node_size).values()]
     return np.minimum.reduce(times) if isinstance(tensor_bytes, np.ndarray) else min(times)
 
 
@@ -239,7 +242,7 @@ def busiest_rank_bytes(op: str, tensor_bytes, *, size: int, algorithm: str, node
         >>> [busiest_rank_bytes("all_reduce", 16, size=n, algorithm=a) for a in ("naive", "ring") for n in (4, 64)]
         [48, 1008, 24.0, 31.5]
     """
-    (terms,) = _checked(op, algorithm, size, node_size).values()
+    (terms,) = _checked(op, tensor_bytes, str(algorithm), size, node_size).values()  # None: one has to be named
     return terms[2] * tensor_bytes
 
 
@@ -264,13 +267,13 @@ def collective_table(op: str, tensor_bytes, *, size: int, link: Link, node_size:
     """
     flat = _links(size, link, node_size, link_between)
     return [Cost(name, int(steps_in + steps), sent * tensor_bytes, _seconds(terms, tensor_bytes, link, flat))
-            for name, terms in _checked(op, None, size, node_size).items()
+            for name, terms in _checked(op, tensor_bytes, None, size, node_size).items()
             for (steps_in, _), (steps, _), sent in [terms]]
 
 
 def algbw(tensor_bytes, time_s):
     """Algorithm bandwidth of nccl-tests: S / t, bytes per second."""
-    return tensor_bytes / time_s
+    return amount("tensor_bytes", tensor_bytes) / amount("time_s", time_s, above_0=True)
 
 
 def busbw(op: str, tensor_bytes, time_s, *, size: int):

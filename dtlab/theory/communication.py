@@ -13,7 +13,7 @@ def base_op(op):
         >>> [base_op(op) for op in ("all_gather_into_tensor_coalesced", "reduce_scatter_tensor", "isend")]
         ['all_gather', 'reduce_scatter', 'send']
     """
-    op = op.lstrip("_")
+    op = str(op).lstrip("_")
     for ending in _ENDINGS:
         op = op.removesuffix(ending)
     return {"isend": "send", "irecv": "recv", "alltoall": "all_to_all", "allreduce": "all_reduce"}.get(op, op)

@@ -2,6 +2,7 @@
 import warnings
 
 from dtlab.theory.models import ModelShape, transformer_params
+from dtlab.validate import amount, at_least
 
 
 def train_flops(num_params: float, num_tokens: float) -> float:
@@ -14,7 +15,7 @@ def train_flops(num_params: float, num_tokens: float) -> float:
 
     Source: Kaplan et al. 2020, arXiv:2001.08361, section 2.1.
     """
-    return 6 * num_params * num_tokens
+    return 6 * amount("num_params", num_params) * amount("num_tokens", num_tokens)
 
 
 def model_flops_per_token(shape: ModelShape, *, num_params: float | None = None, causal: bool = False) -> float:
@@ -32,7 +33,7 @@ def model_flops_per_token(shape: ModelShape, *, num_params: float | None = None,
 
     Source: Chowdhery et al. 2022, arXiv:2204.02311, appendix B.
     """
-    num_params = transformer_params(shape) if num_params is None else num_params
+    num_params = transformer_params(shape) if num_params is None else amount("num_params", num_params)
     width = shape.num_heads * shape.head_size
     return 6 * num_params + (6 if causal else 12) * shape.num_layers * width * shape.seq_length
 
@@ -51,7 +52,7 @@ def batch_flops(shape: ModelShape, *, batch_size: int, recompute: bool = False) 
     Source: Narayanan et al. 2021, arXiv:2104.04473, equation 3 and its appendix.
     """
     h, s = shape.hidden_size, shape.seq_length
-    width, tokens = shape.num_heads * shape.head_size, batch_size * s
+    width, tokens = shape.num_heads * shape.head_size, at_least("batch_size", batch_size, 1) * s
     forward = 2 * tokens * (4 * h * width + 2 * h * shape.ffn_hidden_size) + 4 * tokens * s * width
     return (4 if recompute else 3) * shape.num_layers * forward + 6 * tokens * h * shape.vocab_size
 
@@ -70,7 +71,8 @@ def mfu(model_flops: float, *, time_s: float, num_devices: int, peak_flops: floa
         >>> round(mfu(238.3e3 * 3.28e12, time_s=1, num_devices=6144, peak_flops=275e12), 3)
         0.463
     """
-    share = model_flops / (time_s * num_devices * peak_flops)
+    able = amount("time_s", time_s, above_0=True) * amount("num_devices", num_devices, above_0=True)
+    share = amount("model_flops", model_flops) / (able * amount("peak_flops", peak_flops, above_0=True))
     if share > 1:
         warnings.warn(f"MFU {share:.2f} is above 1: {model_flops:.3g} FLOPs in {time_s:.3g} s on {num_devices} devices "
                       f"of {peak_flops:.3g} FLOP/s cannot be; look for tokens counted twice, a peak of another number "
@@ -80,4 +82,5 @@ def mfu(model_flops: float, *, time_s: float, num_devices: int, peak_flops: floa
 
 def training_days(flops: float, *, num_devices: int, flops_per_s: float) -> float:
     """Days for ``flops`` on ``num_devices`` that reach ``flops_per_s`` each."""
-    return flops / (num_devices * flops_per_s) / 86400
+    able = amount("num_devices", num_devices, above_0=True) * amount("flops_per_s", flops_per_s, above_0=True)
+    return amount("flops", flops) / able / 86400

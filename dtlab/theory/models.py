@@ -35,7 +35,8 @@ class ModelShape:
         if self.head_size is None:
             head_size = divisible("hidden_size", self.hidden_size, "num_heads", self.num_heads)
             object.__setattr__(self, "head_size", head_size)
-        at_least("ffn_hidden_size", self.ffn_hidden_size, 1), at_least("head_size", self.head_size, 1)
+        for name in ("ffn_hidden_size", "head_size"):
+            at_least(name, getattr(self, name), 1)
 
 
 GPT_7_5B = ModelShape(num_layers=36, hidden_size=4096, num_heads=32, seq_length=2048, vocab_size=51200)

@@ -6,6 +6,7 @@ from dtlab.plots.bars import Panel, bars
 from dtlab.plots.messages import messages
 from dtlab.plots.ring import ring, ring_table
 from dtlab.simulate.hardware import LINKS
+from dtlab.simulate.timeline import unit_of
 from dtlab.theory import Link, collective_table
 from dtlab.widgets.explorer import Control, Explorer, Tabs, toggle
 
@@ -33,7 +34,7 @@ def collectives(tab=None):
     """
     if tab is None:
         return Tabs({name: make() for name, make in _TABS.items()})
-    if tab not in _TABS:
+    if tab not in [*_TABS]:
         raise ConfigError(f"collectives has no tab {tab!r}; it has {', '.join(_TABS)}")
     return _TABS[tab]()
 
@@ -120,7 +121,7 @@ def _size(num_bytes):
 
 
 def _time(time_s):
-    unit, size = next(((name, size) for name, size in (("s", 1), ("ms", 1e-3)) if time_s >= size), ("us", 1e-6))
+    unit, size = unit_of(time_s)
     return f"{time_s / size:,.3g} {unit}" if time_s < 1000 else f"{time_s:,.0f} s"
 
 

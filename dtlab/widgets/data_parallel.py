@@ -4,6 +4,7 @@ import functools
 import statistics
 import time
 
+from dtlab.errors import ConfigError
 from dtlab.plots.columns import columns
 from dtlab.plots.timeline import timeline
 from dtlab.plots.twin import twin
@@ -61,7 +62,7 @@ def draw_data_parallel(bucket_bytes, overlap, ranks, network, sequences, measure
     titles = ["One rank, all alike:", "By bucket size:"]
     if measured:
         pictures.append(measured)
-        titles.append(f"Timed layers on {_LIVE_RANKS} ranks of this machine, by number of buckets:")
+        titles.append("Timed layers on ranks of this machine, by number of buckets:")
     return twin(pictures, titles, caption=_said(numbers, ranks)), numbers
 
 
@@ -72,9 +73,9 @@ def _totals(hardware, **choices):
 
 
 def _said(numbers, ranks):
-    return (f"{transformer_params(GPT_7_5B) / 1e9:.3g}B on {ranks:,} A100: step {numbers['step_time_s']:.3g} s, "
+    return (f"{transformer_params(GPT_7_5B) / 1e9:.2g}B, {ranks:,} A100: step {numbers['step_time_s']:.3g} s, "
             f"exposed {numbers['exposed_communication_s']:.3g} s, {numbers['tokens_per_s']:,.0f} tokens/s, "
-            f"MFU {100 * numbers['mfu']:.0f} %")
+            f"MFU {numbers['mfu']:.0%}")
 
 
 def measure():
@@ -83,13 +84,18 @@ def measure():
     The layers sleep, so ranks do not fight for cores, and the messages are real.
     """
     import dtlab
+    from dtlab.record.calibration import carrier
 
     ranks = dtlab.current_ranks()
     with contextlib.ExitStack() as stack:
-        if ranks is None or len(ranks) < 2:
+        if ranks is not None and len(ranks) < 2:
+            raise ConfigError("measuring takes 2 ranks at least, and 1 is live; others in its place would end it, with "
+                              "its variables: launch more yourself, ranks = dtlab.launch(4), and run again")
+        if ranks is None:
             ranks = stack.enter_context(dtlab.launch(_LIVE_RANKS))
         machine = Hardware.calibrate(ranks)
-        measured = [max(ranks.run(_time_step, layers, overlap, guard=False)) for layers, overlap in _TIMED.values()]
+        measured = [max(ranks.run(_time_step, layers, overlap, carrier(ranks), guard=False))
+                    for layers, overlap in _TIMED.values()]
     all_reduce_s = lambda sizes: machine.collective_s("all_reduce", sizes, range(len(ranks)))
     gradients = [Gradient(4 * _PAYLOAD, _BACKWARD_S)] * _LAYERS
     runs = [bucketed_step(_LAYERS * _FORWARD_S, gradients, all_reduce_s, bucket_bytes=4 * _PAYLOAD * layers,
@@ -102,10 +108,10 @@ def measure():
     return columns(list(_TIMED), {"forward": [forward_ms] * len(runs), "backward": [backward_ms] * len(runs),
                                   "communication": exposed_ms}, y="step [ms]", measured=measured_ms,
                    title="Timed layers, predicted and measured",
-                   text=f"Step by number of buckets, predicted and measured: {said}.")  # fmt: skip
+                   text=f"On {len(ranks)} ranks by number of buckets, predicted and measured: {said}.")  # fmt: skip
 
 
-def _time_step(layers_a_bucket, overlap, steps=3):
+def _time_step(layers_a_bucket, overlap, device, steps=3):
     """On a rank: the median seconds of a step of timed layers."""
     import torch
     import torch.distributed as dist
@@ -113,14 +119,15 @@ def _time_step(layers_a_bucket, overlap, steps=3):
     from dtlab.models import TimedLayer
     from dtlab.parallel import DistributedDataParallel
 
-    layers = [TimedLayer(_FORWARD_S, _BACKWARD_S, num_params=_PAYLOAD) for _ in range(_LAYERS)]
+    layers = [TimedLayer(_FORWARD_S, _BACKWARD_S, num_params=_PAYLOAD, device=device) for _ in range(_LAYERS)]
     model = DistributedDataParallel(torch.nn.Sequential(*layers), bucket_bytes=4 * _PAYLOAD * layers_a_bucket,
                                     overlap=overlap)  # fmt: skip
     seconds = []
     for _ in range(steps + 1):  # the first warms up
         dist.barrier()
         began = time.perf_counter()
-        model(torch.ones(1)).sum().backward()
+        model(torch.ones(1, device=device)).sum().backward()
+        layers[0].payload.grad[0].item()  # waits for a GPU
         seconds.append(time.perf_counter() - began)
     return statistics.median(seconds[1:])
 

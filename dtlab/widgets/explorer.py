@@ -11,7 +11,7 @@ from dtlab.errors import ConfigError
 from dtlab.plots.twin import twin
 
 _PICTURE = ('<div style="width: 100%; max-width: calc({width}px * var(--dtlab-zoom, 1))">{svg}</div>'
-            '<p aria-live="polite" style="min-height: 4.5em; line-height: 1.5; white-space: pre-line">{text}</p>')
+            '<p aria-live="polite" style="min-height: 6em; line-height: 1.5; white-space: pre-line">{text}</p>')
 _FULL = {"width": "100%", "max_width": "none"}
 
 
@@ -90,7 +90,14 @@ class Explorer:
         return str(self._picture)
 
     def run(self):
-        """Measure at the controls' values, as the Run button does, and show it on the picture."""
+        """Measure at the controls' values, as the Run button does, and show it on the picture.
+
+        Raises:
+            ConfigError: this explorer has nothing to measure.
+        """
+        if self._run is None:
+            raise ConfigError("this explorer has no Run button: it computes all that it shows; move its controls by "
+                              f"set({', '.join(f'{name}=...' for name in self.controls)})")
         self._measured = self._run[1](**self._now)
         return self.set()
 
@@ -153,7 +160,7 @@ class Tabs:
             ConfigError: no such tab, no such control there, or a value it does not have.
         """
         tab = self.tab if tab is None else tab
-        if tab not in self.explorers:
+        if tab not in [*self.explorers]:
             raise ConfigError(f"there is no tab {tab!r}; there are {', '.join(self.explorers)}")
         self.explorers[tab].set(**degrees)
         self.tab = tab
@@ -197,7 +204,10 @@ class Tabs:
 def bundle(explorer):
     """What a notebook shows: the widgets where somebody watches, and always the static twin and its text."""
     static = explorer.twin()
-    shown = explorer.view()._repr_mimebundle_() if shell.in_notebook() else {}
+    try:
+        shown = explorer.view()._repr_mimebundle_() if shell.in_notebook() else {}
+    except ImportError:  # ipywidgets is not installed
+        shown = {}
     return {**shown, "image/svg+xml": str(static), "text/plain": static.text}
 
 
@@ -243,7 +253,7 @@ class _View:
         look = {"description": control.label, "style": {"description_width": "initial"},
                 "value": self.explorer._now[name]}
         if control.kind == "toggle":
-            widget = ipywidgets.Checkbox(indent=False, **look)
+            widget = ipywidgets.Checkbox(indent=False, layout={"width": "max-content"}, **look)
         else:
             kind = ipywidgets.Dropdown if control.kind == "dropdown" else ipywidgets.SelectionSlider
             width = "max-content" if control.kind == "dropdown" else "min(100%, 46em)"
@@ -272,5 +282,8 @@ class _View:
             self.said.value = "measured"
         except Exception as error:  # any: the reader must see it here, not in a log
             self.said.value = f"<pre>{escape(f'{type(error).__name__}: {error}')}</pre>"
+        except BaseException:
+            self.said.value = "interrupted"
+            raise
         finally:
             button.disabled = False

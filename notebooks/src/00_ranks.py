@@ -183,7 +183,13 @@ dist.send(t, other)
 dist.recv(theirs, other)
 
 # %% [markdown]
-# A **deadlock**: the waits close into a circle, which never opens. One of the two must receive first:
+# A **deadlock**: the waits close into a circle, which never opens. Swap rank 1's two calls and see it close:
+
+# %% name="messages" tags=["picture"]
+dtlab.explore.collectives(tab="messages")
+
+# %% [markdown]
+# (Under `calls` you find what two all-reduces do.) One of the two must receive first:
 
 # %% name="one-receives" tags=["exact"]
 # %%ranks 0,1
@@ -306,17 +312,12 @@ def train_on_ranks(steps, dtype=torch.float32, add=True):
     return losses, torch.nn.utils.parameters_to_vector(model.parameters()).detach()
 
 # %% [markdown]
-# Every rank returns its share of each loss; their sum is the loss of the batch:
+# Every rank returns its share of each loss; their sum is the loss of the batch. Beside one process:
 
-# %% name="run-on-ranks" tags=["timing"]
+# %% name="run-on-ranks" tags=["picture"]
 results = ranks.run(train_on_ranks, STEPS)
 together = [sum(shares) for shares in zip(*(shares for shares, _ in results))]
 print(f"{WORLD_SIZE} ranks: loss {together[0]:.2f} -> {together[-1]:.2f}")
-
-# %% [markdown]
-# Beside one process:
-
-# %% name="curves" tags=["picture"]
 curves = {"one process": losses, f"{WORLD_SIZE} ranks": together}
 plots.curves(curves, x="step", y="loss [nats per byte]")
 

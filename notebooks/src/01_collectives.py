@@ -57,11 +57,8 @@ print(f"to rank 0 and back    {2 * 63 * gradient_bytes / 25e9:.1f} s")
 #
 # Cut the tensor of $S$ bytes into $n$ **chunks**, one for each rank, and put the ranks in a **ring**: rank $r$ sends to
 # $r+1$ and receives from $r-1$. A sum travels along the ring and grows at each rank: after $n-1$ steps every
-# rank holds one finished chunk. Then the finished chunks go round, in $n-1$ steps more. Each step sends $S/n$ bytes:
-#
-# $$\text{bytes a rank sends} = 2\,(n-1)\,\frac{S}{n}$$
-#
-# (Patarasuk and Yuan 2009). Before you put numbers in, commit yourself:
+# rank holds one finished chunk. Then the finished chunks go round, in $n-1$ steps more (Patarasuk and Yuan 2009). Commit
+# yourself:
 
 # %% name="question-1" tags=["exact", "folded"]
 # Question 01.1: run me
@@ -75,7 +72,9 @@ dtlab.predict("01.1", question, choices={
 })
 
 # %% [markdown]
-# Step through the ring: *Next* sends one chunk from each rank.
+# Step through the ring: *Next* sends one chunk of $S/n$ bytes from each rank. In the end a rank has sent
+#
+# $$2\,(n-1)\,\frac{S}{n} \quad \text{bytes}$$
 
 # %% name="stepper" tags=["picture"]
 dtlab.explore.collectives("ring")
@@ -296,13 +295,15 @@ dtlab.reveal("01.1", "{:g} and {:g} MiB; {:g} and {:g} MiB".format(*sent.values(
 #
 # ## Two halves, two collectives
 #
-# Torch has the halves as calls of their own. Lessons 04 and 05 live from doing something in between:
+# Torch has the halves as calls of their own (`reduce_scatter_single` is the newest name). Lessons 04 and 05 live from doing
+# something in between:
 
 # %% name="halves" tags=["exact"]
 def halves():
     mine, theirs = example(6 * world_size, rank), example(6 * world_size, rank)
     chunk, whole = torch.empty(6, dtype=mine.dtype), torch.empty_like(theirs)
-    dist.reduce_scatter(chunk, list(theirs.tensor_split(world_size)))
+    torchs = getattr(dist, "reduce_scatter_single", None) or dist.reduce_scatter_tensor
+    torchs(chunk, theirs)
     same = torch.equal(reduce_scatter(mine), chunk)
     dist.all_gather(list(whole.tensor_split(world_size)), chunk)
     all_gather(mine)
@@ -359,8 +360,8 @@ dtlab.predict("01.2", question, choices={
 
 # %% name="seconds" tags=["exact"]
 link = theory.Link("InfiniBand", bandwidth_bytes_per_s=25e9, latency_s=20e-6)
-names, ring_s = ("ring", "halving_doubling", "naive"), {}
-print("25 MB on  ", *(f"| {name:31}" for name in names))
+names, ring_s = ("ring", "halving_doubling"), {}
+print("25 MB on  ", *(f"|{name:>19}{'':13}" for name in names))
 for n in (4, 16, 64, 256, 1024):
     table = theory.collective_table("all_reduce", 25 * MB, size=n, link=link)
     rows = {row.algorithm: row for row in table}
@@ -371,7 +372,7 @@ for n in (4, 16, 64, 256, 1024):
 dtlab.reveal("01.2", f"{ring_s[1024] / ring_s[4]:.0f} times")
 
 # %% [markdown]
-# Read the ring's columns: the bytes stay, the time does not. And say it plainly: by this formula halving-doubling is
+# Read the ring's column: the bytes stay, the time does not. And say it plainly: by this formula halving-doubling is
 # *never* slower than the ring where $n$ is a power of two. Why does anybody use rings?
 #
 # ## Where messages really run
@@ -383,10 +384,11 @@ dtlab.reveal("01.2", f"{ring_s[1024] / ring_s[4]:.0f} times")
 def busiest_cable(messages, n):
     load = Counter()
     for source, to, share in messages:
-        direction = 1 if (to - source) % n <= n // 2 else -1  # the shorter way
-        while source != to:
-            load[source, direction] += share
-            source = (source + direction) % n
+        hops = {1: (to - source) % n, -1: (source - to) % n}             # to the right, to the left
+        ways = [way for way in hops if hops[way] == min(hops.values())]  # the shorter, or half on each
+        for way in ways:
+            for hop in range(hops[way]):
+                load[(source + way * hop) % n, way] += share / len(ways)
     return max(load.values())
 
 print("busiest cable, in S:  ring   halving-doubling")
@@ -398,8 +400,8 @@ for n in (4, 8, 64):
     print(f"             n = {n:2}{loads[0]:11.2f}{loads[1]:19.2f}")
 
 # %% [markdown]
-# On such cables the ring stays below 2 $S$, while the far partners of halving-doubling share the way. These are the ring's
-# reasons: it needs neighbours only, it takes any $n$, and a chunk can be passed on while its rest still arrives
+# On such cables the ring stays below 2 $S$, while from 8 ranks on the far partners of halving-doubling share the way. These
+# are the ring's reasons: it needs neighbours only, it takes any $n$, and a chunk can be passed on while its rest still arrives
 # (pipelining, which hides part of the steps' $\alpha$). Where a switch joins all with all and latency counts, few steps
 # win.
 #
@@ -417,6 +419,8 @@ for n in (2, 4, 64):
 
 # %% [markdown]
 # The link has 25 GB/s, and that is what the last column comes near to.
+#
+# ## Back to the problem
 #
 # And the seconds of the beginning? 64 devices are 8 nodes of 8, with NVLink (250 GB/s) inside. *Hierarchical* reduce-scatters
 # inside each node, all-reduces an eighth between the nodes on each device's own link, and all-gathers inside (the course's cluster, replayed):
@@ -501,10 +505,9 @@ dtlab.ledger("01", recording=recording, formula=formula)
 row = theory.collective_table("all_gather", 25 * MB, size=1024, link=link)[0]
 print(f"1. {row.algorithm}: {row.steps} steps, {row.busiest_rank_bytes / MB:.1f} MB")
 
-print("2.", end=" ")
 check(parallel.tree_all_reduce)
 recording = dtlab.record_dry(on_16_MiB, parallel.tree_all_reduce, world_size=64, ranks=[0])
-print(f"   rank 0 sends {recording.communication().wire_bytes.sum() / MiB:.0f} MiB")
+print(f"2. rank 0 sends {recording.communication().wire_bytes.sum() / MiB:.0f} MiB")
 
 def send_first():
     dist.send(torch.ones(1), (rank + 1) % world_size)

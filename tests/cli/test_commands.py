@@ -89,7 +89,8 @@ def test_lab_makes_the_copies_and_opens_lesson_00(tmp_path, monkeypatch, capsys)
     started = []
     monkeypatch.setattr(bootstrap, "ROOT", tmp_path)
     monkeypatch.setattr(working_copies, "make_all", lambda: copies)
-    monkeypatch.setattr(lab, "_become", lambda command, env: started.append((command, env)) or 0)
+    monkeypatch.setattr(bootstrap, "become", lambda command, env: started.append((command, env)) or 0)
+    monkeypatch.chdir(tmp_path)
     monkeypatch.setattr(lab, "system_finding", lambda: Finding("system", "problem", "Windows 11", "install WSL2"))
     assert lab.main(["--no-browser"]) == 0
     command, env = started[0]

@@ -280,6 +280,15 @@ def test_a_swallowed_error_of_one_rank_still_ends_the_wait(fails):
     assert "rank 0 has finished its cell" in str(fails(live(3), "a swallowed error", swallows, error=HangError))
 
 
+def test_what_a_missing_rank_did_last_is_told(fails):
+    def one_too_many():
+        for _ in range(2 if rank == 0 else 1):
+            dist.all_reduce(torch.ones(1))
+
+    text = str(fails(live(3), "one call too many", one_too_many, error=HangError))
+    assert "rank 1 has finished its cell; its last call was all_reduce(1 float32)" in text
+
+
 @pytest.mark.parametrize("leave", ["program", "fork"])
 def test_a_dead_rank_is_noticed_although_it_left_a_process_behind(fails, leave):
     def leaves_a_process(leave):

@@ -211,6 +211,85 @@ def test_a_column_is_refused_before_anything_is_sent(collective):
         collective(torch.ones(4, 3)[:, 1])
 
 
+@pytest.mark.parametrize("make", [
+    lambda: torch.complex(torch.ones(3), torch.ones(3)).conj(), lambda: torch._neg_view(torch.ones(3)),
+])  # fmt: skip
+def test_a_view_whose_memory_holds_other_numbers_is_refused(make):
+    with pytest.raises(ConfigError, match=r"shape \[3\] is a view that conjugates or negates.*resolve_conj"):
+        ring_all_reduce(make())
+
+
+@pytest.mark.parametrize("collective", [*ALL_REDUCES, ring_reduce_scatter, ring_all_gather])
+@pytest.mark.parametrize("what", [None, [1.0, 2.0], 3.0, "x"])
+def test_what_is_no_tensor_is_refused(collective, what):
+    with pytest.raises(ConfigError, match=f"of type {type(what).__name__}, .*torch.as_tensor"):
+        collective(what)
+
+
+@pytest.mark.parametrize("call", [lambda: ring_all_reduce(torch.ones(3)), lambda: all_to_all([], [])])
+def test_outside_of_ranks_the_cure_is_said(call):
+    with pytest.raises(ConfigError, match=r"no rank of a process group.*%%ranks or ranks = dtlab.launch"):
+        call()
+
+
+def refusal(make):
+    """On a rank: what an all_to_all of these tensors ends with, or is answered."""
+    outputs, inputs = make(dist.get_rank())
+    try:
+        all_to_all(outputs, inputs)
+    except ConfigError as error:
+        return str(error)
+    return [tensor.tolist() for tensor in outputs]
+
+
+def _lists(rank):
+    return [torch.zeros(1) for _ in range(3)], [torch.tensor([10.0 * rank + to]) for to in range(3)]
+
+
+def in_place(rank):
+    return (_lists(rank)[1],) * 2
+
+
+def one_output_for_all(rank):
+    return [torch.zeros(1)] * 3, _lists(rank)[1]
+
+
+def outputs_that_overlap(rank):
+    memory = torch.zeros(5)
+    return [memory[:2], memory[1:3], memory[3:]], [torch.ones(2) + rank] * 3
+
+
+def larger_for_itself(rank):
+    outputs, inputs = _lists(rank)
+    outputs[rank] = torch.zeros(2)
+    return outputs, inputs
+
+
+def rows_of_one_tensor(rank):
+    return torch.zeros(3, 1), torch.stack(_lists(rank)[1])
+
+
+@pytest.mark.ranks
+@pytest.mark.parametrize("make, said", [
+    (in_place, "outputs[0] and inputs[0] share memory"), (one_output_for_all, "outputs[0] and outputs[1] share memory"),
+    (outputs_that_overlap, "outputs[0] and outputs[1] share memory"),
+    (larger_for_itself, "has 2 elements and inputs["),
+])  # fmt: skip
+def test_an_all_to_all_that_would_end_with_wrong_numbers_is_refused_on_every_rank(make, said):
+    assert [said in answer for answer in on_ranks(3, refusal, make)] == [True] * 3
+    assert on_ranks(3, refusal, rows_of_one_tensor) == [[[to], [10 + to], [20 + to]] for to in range(3)]
+
+
+def on_what_is_no_group():
+    ring_all_reduce(torch.ones(3), [0, 1])
+
+
+@pytest.mark.ranks
+def test_what_is_no_group_is_refused():
+    with pytest.raises(RankError, match=r"group \(\[0, 1\]\) must be what dist.new_group returned"):
+        on_ranks(3, on_what_is_no_group)
+
+
 def all_to_all_of(num_tensors):
     all_to_all([torch.zeros(1)] * num_tensors, [torch.zeros(1)] * num_tensors)
 
@@ -422,7 +501,7 @@ def test_under_torchrun(tmp_path):
 def sum_on_gpu():
     tensor = own(1001).cuda()
     ring_all_reduce(tensor)
-    return torch.equal(tensor.cpu(), summed(1001))
+    return torch.equal(tensor.cpu(), own(1001, rank=0) + own(1001, rank=1))
 
 
 @pytest.mark.gpu

@@ -1,7 +1,10 @@
 """Stacked columns: heights are the numbers, parts lie on each other, marks stand at what was measured."""
 import re
 
+import pytest
+
 from dtlab.plots.columns import columns
+from dtlab.plots.svg import tick_step
 
 PARTS = {"forward": [1.0, 2.0], "communication": [3.0, 0.0]}
 
@@ -39,3 +42,11 @@ def test_the_marked_column_is_bold_and_the_text_is_there():
     picture = draw(marked=1)
     assert re.search(r'font-weight="bold"[^>]*>b<', str(picture)) and repr(picture) == "Steps: a 4 s, b 2 s."
     assert re.search(r'font-weight="normal"[^>]*>a<', str(picture))
+
+
+@pytest.mark.parametrize("length, count, step", [
+    (12, 4, 2), (8, 4, 2), (7.9, 4, 1), (0.3, 3, 0.1), (59, 3, 10), (3e-3, 3, 1e-3),
+    (9.999999999999999e-10, 1, 1e-9),  # a hair below a power of ten, whose logarithm is rounded up
+])
+def test_ticks_are_1_2_or_5_times_a_power_of_ten(length, count, step):
+    assert tick_step(length, count) == pytest.approx(step)

@@ -38,7 +38,7 @@ def test_equal_errors_are_told_once_and_others_by_themselves():
 
 
 def test_a_death_is_told_with_its_likely_cause():
-    error = report.failure(2, {0: report.died_text(-9)}, 0, [1], {}, "What is left.")
+    error = report.failure(2, {0: report.described(report.DIED, report.died_text(-9))}, 0, [1], {}, "What is left.")
     assert lines(error)[0] == "rank 0 of 2 died: signal 9 (killed, often because memory ran out)"
     assert lines(error)[-1] == "What is left." and error.cause == "died"
 

@@ -2,13 +2,13 @@
 import functools
 
 import dtlab
-from dtlab.record.names import cell_names, global_names
+from dtlab.record.names import global_names
 
 
 def test_attributes_comments_and_text_are_no_names():
-    assert cell_names("model.weight.sum()  # big\n'text'") == {"model"}
-    assert cell_names("def f():\n    return inner(x)\nf()") == {"inner", "x", "f"}
-    assert cell_names("if rank=") == set()
+    assert global_names("model.weight.sum()  # big\n'text'") == {"model"}
+    assert global_names("def f():\n    return inner(x)\nf()") == {"inner", "x", "f"}
+    assert global_names("if rank=") == set()
 
 
 def test_functions_partials_and_what_stands_inside():

@@ -76,6 +76,8 @@ def test_a_cut_file_says_how_far_it_reaches(file):
     ('{"dtlab_recording":"one"}\n', "no dtlab recording"),
     ('{"dtlab_recording":1,"ranks":[0]}\n', "lacks ranks, world_size or meta"),
     ('{"dtlab_recording":1,"ranks":3,"world_size":4,"meta":{}}\n', "lacks ranks, world_size or meta"),
+    ('{"dtlab_recording":1,"ranks":[0,4],"world_size":4,"meta":{}}\n', "or a rank is not in the world"),
+    ('{"dtlab_recording":1,"ranks":[-1],"world_size":4,"meta":{}}\n', "or a rank is not in the world"),
     ('{"dtlab_recording":2,"layout":"new"}\n', "format 2, newer than 1, which this dtlab reads: update dtlab"),
 ])
 def test_foreign_and_newer_files_are_refused(file, text, words):
@@ -87,6 +89,9 @@ def test_foreign_and_newer_files_are_refused(file, text, words):
 def test_binary_and_missing_files_are_refused(file):
     with pytest.raises(ConfigError, match="there is no recording .*run.jsonl"):
         Recording.load(file)
+    for what in (file.parent, None):
+        with pytest.raises(ConfigError, match="cannot be read as a recording"):
+            Recording.load(what)
     file.write_bytes(b"\x80\x04\x95\xff\xfe pickled")
     with pytest.raises(ConfigError, match="it is not text"):
         Recording.load(file)
@@ -101,6 +106,8 @@ def test_binary_and_missing_files_are_refused(file):
     ('{"rank":0,"kind":"wait","op":"","start_s":0,"end_s":"1"}', r"line 3: end_s \('1'\) should be of type float"),
     ('{"rank":0,"kind":"wait","op":"","start_s":0,"end_s":1,"tag":true}',
      r"line 3: tag \(True\) should be of type int"),
+    ('{"rank":0,"kind":"wait","op":"","start_s":0,"end_s":NaN}', r"line 3: end_s \(nan\) cannot be"),
+    ('{"rank":0,"kind":"issue","op":"","start_s":0,"end_s":1,"bytes":-1}', r"line 3: bytes \(-1\) cannot be"),
     ('{"end":5}', "it should have 5 events and has 1"),
 ])
 def test_damage_is_named_with_its_line(file, line, words):

@@ -1,11 +1,12 @@
 """Named hardware against numbers worked out by hand."""
 import dataclasses
+import doctest
 
 import numpy as np
 import pytest
 
 from dtlab.errors import ConfigError
-from dtlab.simulate import Event, Recording, replay
+from dtlab.simulate import Event, Recording, hardware, replay
 from dtlab.simulate.hardware import LINKS, Hardware
 from dtlab.theory import GPT_7_5B, Link, collective_time_s, train_flops, transformer_params
 
@@ -174,3 +175,21 @@ def test_numbers_that_cannot_be_are_refused(changes):
 def test_a_rank_without_a_device_is_refused(call):
     with pytest.raises(ConfigError, match=r"rank \(64\) must be below num_devices of 64xA100-80GB \(64\)"):
         call()
+
+
+@pytest.mark.parametrize("ranks", [[], 4, [0, 0], range(0)])
+def test_a_group_that_cannot_be_is_refused(ranks):
+    with pytest.raises(ConfigError, match=r"ranks \(.*must be the global ranks of the group, each once"):
+        CLUSTER.collective_s("all_reduce", 1, ranks)
+    assert CLUSTER.collective_s("all_reduce", 1, iter(range(4))) == CLUSTER.collective_s("all_reduce", 1, range(4))
+
+
+@pytest.mark.parametrize("num_bytes", [-1, "5", None, float("nan")])
+def test_a_message_that_cannot_be_is_refused(num_bytes):
+    with pytest.raises(ConfigError, match=r"num_bytes \(.*must be a number of at least 0"):
+        CLUSTER.p2p_s(num_bytes, 0, 1)
+
+
+def test_docstring_examples():
+    result = doctest.testmod(hardware)
+    assert result.attempted > 0 and result.failed == 0

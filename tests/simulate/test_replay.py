@@ -7,9 +7,10 @@ import torch
 from hand_made import phase, two_ranks
 
 import dtlab
+from dtlab import parallel
 from dtlab.errors import ConfigError
 from dtlab.simulate import Event, Hardware, Recording, replay
-from dtlab.theory import Link
+from dtlab.theory import Link, collective_time_s
 
 
 def machine(num_devices=4, node_size=4, latency_s=0.0, between=0.5, **changes):
@@ -154,6 +155,16 @@ def test_an_algorithm_holds_for_the_collectives_that_know_it():
                                       hardware.collective_s("all_to_all", 2**20, range(4))])
 
 
+def test_hierarchical_holds_for_groups_that_span_nodes():
+    events = [issue(size=2**20, group=name, seq=0) for name in ("node", "all")]
+    recording = dry(events, world_size=16, groups={"node": range(8), "all": range(16)})
+    hardware = Hardware.preset("16xA100")
+    timeline = replay(recording, hardware, algorithm="hierarchical")
+    took = [end - start for name in ("node", "all") for _, start, end in spans(timeline, channel=name)]
+    assert took == pytest.approx([hardware.collective_s("all_reduce", 2**20, range(8)),
+                                  hardware.collective_s("all_reduce", 2**20, range(16), "hierarchical")])
+
+
 def test_a_live_recording_keeps_its_shape():
     """Rank 0 sends 100 bytes after forward (60 FLOPs) and waits; backward is 120; then 1,000 bytes are reduced."""
     timeline = replay(two_ranks(), machine(), algorithm="ring")
@@ -173,6 +184,10 @@ def test_a_live_recording_keeps_its_shape():
      "rank 0 waits for message 0 from rank 0 to rank 1, which rank 1 never started"),
     (dry({0: [issue(group="g"), wait(group="g")], 1: [operation(1)]}), machine(), {},
      "rank 0 waits for all_reduce 0 of g, which rank 1 never started"),
+    (dry({0: [issue(group="g")], 1: [issue("broadcast", group="g", where="cell [3], line 5")]}), machine(), {},
+     "call 0 of g is all_reduce on rank 0 and broadcast on rank 1 \\(cell \\[3\\], line 5\\).*not have met"),
+    (dry([operation(1)]), "8xH100", {}, "hardware \\('8xH100'\\) must be Hardware, such as Hardware.preset"),
+    ("step.jsonl", machine(), {}, "recording \\('step.jsonl'\\) must be what .* Recording.load returned"),
 ])
 def test_what_cannot_be_replayed_is_refused_with_the_numbers(recording, hardware, options, said):
     with pytest.raises(ConfigError, match=said):
@@ -236,6 +251,20 @@ def test_a_recorded_step_replayed_on_named_hardware(tmp_path):
     assert repr(again.boxes) == repr(timeline.boxes)
     path = recording.timeline().critical_path
     assert all(before.end_s <= after.start_s + 1e-12 for before, after in zip(path, path[1:]))
+
+
+@pytest.mark.ranks
+@pytest.mark.parametrize("size", [3, 8])
+@pytest.mark.parametrize("algorithm", ["naive", "ring", "tree", "halving_doubling"])
+def test_our_all_reduce_played_message_by_message_takes_what_its_formula_says(algorithm, size):
+    def program():
+        collective(torch.empty(24 * 10**5))
+
+    collective = getattr(parallel, f"{algorithm}_all_reduce")
+    hardware = Hardware.preset("8xA100", op_overhead_s=0.0, memory_bandwidth_bytes_per_s=1e30)  # adding is free
+    timeline = replay(dtlab.record_dry(program, world_size=size, ranks=range(size)), hardware)
+    formula_s = collective_time_s("all_reduce", 96e5, size=size, link=hardware.inside, algorithm=algorithm)
+    assert timeline.step_time_s == pytest.approx(formula_s, rel=1e-9)
 
 
 @pytest.mark.ranks

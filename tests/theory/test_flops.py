@@ -165,6 +165,19 @@ def test_mfu_above_one_warns():
         assert mfu(3e12, time_s=1, num_devices=2, peak_flops=1e12) == 1.5
 
 
+@pytest.mark.parametrize("call, name", [
+    (lambda: train_flops("7", 5), "num_params"), (lambda: train_flops(7e9, -1), "num_tokens"),
+    (lambda: mfu(1, time_s=0, num_devices=1, peak_flops=1), "time_s"),
+    (lambda: mfu(float("nan"), time_s=1, num_devices=1, peak_flops=1), "model_flops"),
+    (lambda: training_days(1, num_devices=0, flops_per_s=1), "num_devices"),
+    (lambda: model_flops_per_token(GPT_7_5B, num_params=-1), "num_params"),
+    (lambda: batch_flops(GPT_7_5B, batch_size=-1), "batch_size"),
+])  # fmt: skip
+def test_amounts_that_cannot_be_are_refused(call, name):
+    with pytest.raises(ConfigError, match=rf"{name} \(.*\) must be"):
+        call()
+
+
 def test_mfu_of_one_does_not_warn(recwarn):
     assert mfu(2e12, time_s=1, num_devices=2, peak_flops=1e12) == 1 and not recwarn.list
 

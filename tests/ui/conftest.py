@@ -138,20 +138,28 @@ def browser():
 @pytest.fixture
 def open_notebook(browser, server, course):
     """Function that opens a working copy: ``open_notebook("00_ranks")`` or one with cells of its own."""
-    address, token = server
     with contextlib.ExitStack() as stack:
-        def opened(name, *cells):
-            if cells:
-                _write(course / "notebooks" / f"{name}.ipynb", cells)
-            make_all(course)
-            page = browser.new_page(viewport={"width": 1280, "height": 900})
-            stack.callback(page.close)
-            page.set_default_timeout(120_000)
-            page.goto(f"{address}/lab/tree/work/{name}.ipynb?reset&token={token}")
-            page.evaluate(READY)
-            return Notebook(page, name)
+        yield lambda name, *cells: _open(stack, browser, server, course, name, cells)
 
-        yield opened
+
+@pytest.fixture(scope="module")
+def shared_notebook(request, browser, server, course):
+    """A notebook with the test file's CELLS, opened once for all its tests."""
+    with contextlib.ExitStack() as stack:
+        yield _open(stack, browser, server, course, request.module.NAME, request.module.CELLS)
+
+
+def _open(stack, browser, server, course, name, cells):
+    address, token = server
+    if cells:
+        _write(course / "notebooks" / f"{name}.ipynb", cells)
+    make_all(course)
+    page = browser.new_page(viewport={"width": 1280, "height": 900})
+    stack.callback(page.close)
+    page.set_default_timeout(120_000)
+    page.goto(f"{address}/lab/tree/work/{name}.ipynb?reset&token={token}")
+    page.evaluate(READY)
+    return Notebook(page, name)
 
 
 def _paint_all_cells(folder):

@@ -51,6 +51,16 @@ def test_an_illegal_bucket_is_refused_with_the_legal_ones(explorer):
 def test_run_puts_measured_marks_on_predicted_columns(explorer):
     assert "measured" not in explorer.svg
     explorer.run()
-    assert "measured" in explorer.svg and "predicted and measured: 8, after backward" in repr(explorer)
+    said = f"On {len(dtlab.current_ranks() or range(4))} ranks by number of buckets, predicted and measured: 8, after"
+    assert "measured" in explorer.svg and said in repr(explorer)
     explorer.set(ranks=8)
     assert "measured" in explorer.svg  # the marks stay when the controls move
+
+
+@pytest.mark.ranks
+def test_a_run_does_not_end_the_one_rank_that_is_live(explorer):
+    with dtlab.launch(1) as ranks:
+        ranks.run(lambda: globals().update(kept=7))
+        with pytest.raises(ConfigError, match=r"2 ranks at least, and 1 is live.*dtlab.launch\(4\)"):
+            explorer.run()
+        assert ranks.run(lambda: kept) == [7]  # noqa: F821

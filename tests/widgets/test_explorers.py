@@ -1,4 +1,5 @@
 """Explorers without a browser: driven by ``set``, and by the messages that a browser sends."""
+import functools
 import subprocess
 import sys
 import time
@@ -153,15 +154,37 @@ def test_labels_are_not_cut_and_the_text_stands_below_the_picture(live):
     assert 'role="img"' in picture and 'aria-live="polite"' in text and "4 ranks, step 0" in text
 
 
-def test_the_run_button_measures_only_when_pressed_and_shows_it_for_these_values_only(live):
+def test_the_run_button_measures_only_when_pressed_and_what_it_measured_stays(live):
     calls = []
     explorer = small(run=("Run it", lambda **values: calls.append(values) or "measured here"))
     explorer._repr_mimebundle_()
     send(explorer._view.inputs["ranks"], index=1)
     assert calls == [] and "None" in explorer._view.picture.value
     explorer._view.button.click()
-    assert calls == [{"ranks": 2, "on": False, "step": 0}] and "measured here" in explorer.svg
-    assert "measured here" not in explorer.set(ranks=3).svg and "measured here" in explorer.set(ranks=2).svg
+    assert calls == [{"ranks": 2, "on": False, "step": 0}] and "measured here" in explorer._view.picture.value
+    assert "measured here" in explorer.set(ranks=3).svg and len(calls) == 1
+
+
+def test_an_interrupted_run_is_told_and_can_be_run_again(live):
+    reports = iter([KeyboardInterrupt(), "measured here"])
+
+    def measure(**values):
+        if isinstance(report := next(reports), BaseException):
+            raise report
+        return report
+
+    explorer = small(run=("Run it", measure))
+    explorer._repr_mimebundle_()
+    with pytest.raises(KeyboardInterrupt):
+        explorer._view.button.click()
+    assert explorer._view.said.value == "interrupted" and not explorer._view.button.disabled
+    explorer._view.button.click()
+    assert explorer._view.said.value == "measured" and "measured here" in explorer._view.picture.value
+
+
+def test_without_ipywidgets_a_notebook_shows_the_twin(live, monkeypatch):
+    monkeypatch.setitem(sys.modules, "ipywidgets", None)
+    assert sorted(small()._repr_mimebundle_()) == ["image/svg+xml", "text/plain"]
 
 
 def test_the_run_button_is_disabled_while_it_runs_and_shows_an_error_in_the_widget(live):
@@ -179,9 +202,10 @@ def test_the_run_button_is_disabled_while_it_runs_and_shows_an_error_in_the_widg
     assert explorer._view.picture.value.count("<svg") == 1
 
 
-@pytest.mark.parametrize("tab", TABS)
-def test_no_picture_of_an_explorer_changes_its_size(tab):
-    explorer = dtlab.explore.collectives(tab)
+@pytest.mark.parametrize("make", [*(functools.partial(dtlab.explore.collectives, tab) for tab in TABS),
+                                  dtlab.explore.data_parallel])
+def test_no_picture_of_an_explorer_changes_its_size(make):
+    explorer = make()
     sizes = set()
     for name in explorer.controls:
         for value in explorer.legal(name):
@@ -240,6 +264,9 @@ def test_tabs_are_one_explorer(live):
 
 @pytest.mark.parametrize("call, words", [
     (lambda: dtlab.explore.collectives("rings"), "no tab 'rings'; it has messages, ring, cost"),
+    (lambda: dtlab.explore.collectives(["ring"]), "no tab \\['ring'\\]; it has messages"),
+    (lambda: dtlab.explore.collectives().set(["ring"]), "no tab \\['ring'\\]; there are messages"),
+    (lambda: dtlab.explore.collectives("ring").run(), "no Run button.*set\\(ranks=..., step=...\\)"),
     (lambda: dtlab.explore.collectives().set("rings"), "no tab 'rings'; there are messages, ring, cost"),
     (lambda: dtlab.explore.collectives().set("ring", swap=True), "no control 'swap'; it has ranks, step"),
 ])

@@ -189,15 +189,40 @@ def test_names_of_torch_are_taken():
     ({"algorithm": "hierarchical"}, r"a node_size \(None\) above 1 and below size \(4\)"),
     ({"algorithm": "hierarchical", "node_size": 3, "link_between": LINK}, r"a node_size \(3\).* that divides it"),
     ({"node_size": 2}, "a group of 4 in nodes of 2 needs link_between"),
+    ({"node_size": 0, "link_between": LINK}, r"node_size \(0\) must be at least 1"),
+    ({"node_size": 2, "link_between": 25e9}, r"link_between \(25000000000.0\) must be a Link"),
+    ({"link": "NVLink 4"}, r"link \('NVLink 4'\) must be a Link"), ({"op": None}, r"op \('None'\) must be"),
 ])
 def test_what_has_no_cost_is_said(fields, words):
     with pytest.raises(ConfigError, match=words):
         collective_time_s(**{"op": "all_reduce", "tensor_bytes": 8, "size": 4, "link": LINK, **fields})
 
 
-@pytest.mark.parametrize("numbers", [(0, 0), (-1, 0), (float("nan"), 0), (1, -1e-6)])
+@pytest.mark.parametrize("tensor_bytes", [-1, float("nan"), float("inf"), "8", None, [1, 2], True, np.array([8.0, -1])])
+def test_bytes_that_cannot_be_are_refused(tensor_bytes):
+    for call in (lambda: collective_time_s("all_reduce", tensor_bytes, size=4, link=LINK),
+                 lambda: collective_table("all_reduce", tensor_bytes, size=4, link=LINK),
+                 lambda: theory.ring_all_reduce_bytes(tensor_bytes, 4), lambda: theory.algbw(tensor_bytes, 1)):
+        with pytest.raises(ConfigError, match=r"tensor_bytes \(.*must be a number of at least 0, and finite"):
+            call()
+
+
+@pytest.mark.parametrize("time_s", [0, -1, float("nan"), "1"])
+def test_bandwidth_needs_a_time(time_s):
+    with pytest.raises(ConfigError, match=r"time_s \(.*must be a number above 0"):
+        busbw("all_reduce", 8, time_s, size=4)
+
+
+def test_bytes_of_a_rank_need_an_algorithm():
+    with pytest.raises(ConfigError, match=r"algorithm \('None'\) must be 'naive', 'ring'"):
+        busiest_rank_bytes("all_reduce", 8, size=4, algorithm=None)
+
+
+@pytest.mark.parametrize("numbers", [
+    (0, 0), (-1, 0), (float("nan"), 0), (1, -1e-6), ("fast", 0), (1, None), (True, 0), (1, float("inf")),
+])  # fmt: skip
 def test_a_link_that_cannot_be_is_refused(numbers):
-    with pytest.raises(ConfigError, match="bandwidth_bytes_per_s"):
+    with pytest.raises(ConfigError, match=r"broken: (bandwidth_bytes_per_s|latency_s) \("):
         Link("broken", *numbers)
 
 
@@ -205,7 +230,7 @@ def test_a_link_that_cannot_be_is_refused(numbers):
                                         ("all_to_all_single", 0.75), ("broadcast", 1), ("reduce", 1)])
 def test_bus_bandwidth_has_the_factors_of_nccl_tests(op, factor):
     assert busbw(op, 8e9, 2.0, size=4) == pytest.approx(factor * theory.algbw(8e9, 2.0))
-    assert busbw(op, 8e9, 2.0, size=1) == 0
+    assert busbw(op, 8e9, 0.0, size=1) == 0  # a group of one takes no time
 
 
 def test_bus_bandwidth_of_a_ring_without_latency_is_the_link_at_any_size():

@@ -5,28 +5,31 @@ import pytest
 
 pytestmark = [pytest.mark.ui, pytest.mark.notebook]
 
+NAME = "91_explorers"
 CELLS = [
     "import dtlab",
     "messages = dtlab.explore.collectives(tab='messages')\nmessages",
     "ring = dtlab.explore.collectives(tab='ring')\nring",
     "cost = dtlab.explore.collectives(tab='cost')\ncost",
     "dtlab.explore.collectives()",
+    "dtlab.explore.data_parallel()",
     "dtlab.present()",
 ]
-MESSAGES, RING, COST, TABS, PRESENT = range(1, 6)
+MESSAGES, RING, COST, TABS, BUCKETS, PRESENT = range(1, 7)
 FITS = """cell => [...cell.querySelectorAll('.widget-label, .widget-readout, button, label, .widget-dropdown select')]
                   .filter(part => part.offsetParent && part.scrollWidth > part.clientWidth + 1)
                   .map(part => part.textContent)"""
 
 
 @pytest.fixture
-def notebook(open_notebook):
-    notebook = open_notebook("91_explorers", *CELLS)
-    for index in range(TABS + 1):
-        notebook.run(index)
-    for index in (MESSAGES, RING, COST, TABS):
-        picture(notebook, index).first.wait_for()
-    return notebook
+def notebook(shared_notebook):
+    """The explorers, new in each test."""
+    shared_notebook.page.evaluate("() => document.getElementById('dtlab-present')?.remove()")
+    for index in range(BUCKETS + 1):
+        shared_notebook.run(index)
+    for index in range(MESSAGES, BUCKETS + 1):
+        picture(shared_notebook, index).first.wait_for()
+    return shared_notebook
 
 
 def cell(notebook, index):
@@ -100,15 +103,33 @@ def test_the_ring_is_stepped_by_button_and_by_arrow_key(notebook):
     slider(notebook, RING).focus()
     notebook.page.keyboard.press("End")  # 8 ranks
     wait_for(notebook, RING, "Step 1 of 14")
+    slider(notebook, RING, 1).focus()
+    for _ in range(9):
+        notebook.page.keyboard.press("ArrowRight")
+    wait_for(notebook, RING, "Step 10 of 14: all-gather")
+    notebook.picture("explorers-ring")
 
 
 def test_swapping_the_calls_by_keyboard_closes_the_loop(notebook):
-    before = markup(notebook, MESSAGES)
+    before, height = markup(notebook, MESSAGES), cell(notebook, MESSAGES).bounding_box()["height"]
     cell(notebook, MESSAGES).locator("input[type=checkbox]").focus()
     notebook.page.keyboard.press("Space")
     wait_for(notebook, MESSAGES, "a loop of waits")
     assert markup(notebook, MESSAGES) != before
+    assert cell(notebook, MESSAGES).bounding_box()["height"] == height  # the page does not jump
     assert "rank 0's send waits for rank 1's recv" in cell(notebook, MESSAGES).locator("p[aria-live]").inner_text()
+    notebook.picture("explorers-loop")
+
+
+def test_buckets_are_moved_by_keyboard_and_the_run_button_puts_marks_on_the_picture(notebook):
+    slider(notebook, BUCKETS).focus()
+    notebook.page.keyboard.press("End")
+    wait_for(notebook, BUCKETS, "exposed 1.18 s")  # the whole model
+    assert picture(notebook, BUCKETS).filter(has_text="measured").count() == 0
+    cell(notebook, BUCKETS).get_by_role("button", name="Run timed layers").click()
+    picture(notebook, BUCKETS).filter(has_text="measured").first.wait_for(timeout=120_000)
+    assert "On 4 ranks by number of buckets" in cell(notebook, BUCKETS).locator("p[aria-live]").inner_text()
+    notebook.picture("explorers-buckets")
 
 
 def test_every_control_is_reached_with_tab(notebook):
@@ -146,7 +167,7 @@ INSIDE = """cell => [...cell.querySelectorAll('.jp-OutputArea-output')].every(
 def test_nothing_is_cut_and_projector_mode_enlarges_explorers(notebook):
     sizes = {}
     for mode in ("explorers", "explorers-projector"):
-        for index in (MESSAGES, RING, COST, TABS):
+        for index in range(MESSAGES, BUCKETS + 1):
             assert cell(notebook, index).evaluate(FITS) == [] and cell(notebook, index).evaluate(INSIDE)
         sizes[mode] = [picture(notebook, index).first.evaluate(LETTERS) for index in (MESSAGES, RING, COST)]
         texts = [cell(notebook, COST).locator(part).first for part in (".widget-label:visible", "p[aria-live]")]
