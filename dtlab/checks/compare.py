@@ -28,7 +28,8 @@ def difference(theirs, right, *, rtol=RTOL, atol=ATOL, place=""):
             theirs = theirs.item()
         if isinstance(theirs, torch.Tensor):
             return f"{at}{_brief(theirs)} should be {_brief(right)}"
-        same = theirs == right or (isinstance(right, float) and isinstance(theirs, (int, float))
+        rounds = type(right) is int and isinstance(theirs, float)  # no index, even where it is equal
+        same = theirs == right and not rounds or (isinstance(right, float) and isinstance(theirs, (int, float))
                                    and abs(theirs - right) <= atol + rtol * abs(right))  # fmt: skip
         return None if same else f"{at}{_brief(theirs)} should be {_brief(right)}"
     return next(filter(None, (difference(a, b, rtol=rtol, atol=atol, place=where) for where, a, b in pairs)), None)
@@ -57,7 +58,7 @@ def ratio(theirs, right):
         return None
     theirs, right = theirs[~right.isnan()], right[~right.isnan()]
     there = right.abs() > 1e-9
-    if not there.any() or not torch.isfinite(theirs).all():
+    if not there.any() or not theirs.any() or not torch.isfinite(theirs).all():
         return None
     ratios = (theirs[there] / right[there]).double()
     one = ratios.median()

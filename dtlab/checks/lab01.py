@@ -151,10 +151,13 @@ def _ring(key, title, names, minutes, hint, references, **more):
 
 
 def between_nodes(case, recording):
-    """At most S leaves a node."""
-    over = [f"{in_s(spent, case)} left node {node}; 1 S is enough"
-            for node, spent in enumerate(leaving(recording)) if spent > total_bytes(case)]  # fmt: skip
-    return over[0] if over else None
+    """At most S leaves a node; less cannot be enough."""
+    for node, spent in enumerate(leaving(recording)):
+        if spent > total_bytes(case):
+            return f"{in_s(spent, case)} left node {node}; 1 S is enough"
+        if spent < total_bytes(case):
+            return f"{in_s(spent, case)} left node {node}, which needs 1 S: something went another way than by messages"
+    return None
 
 
 # exercise 5

@@ -155,9 +155,13 @@ def _times(evidence, expected):
     """``2`` where every wrong value is twice the right one."""
     if not wrong_ranks(evidence, expected):
         return False
-    found = {ratio(its[key], mine[key]) for its, mine in zip(evidence.results, expected) for key in mine
-             if difference(its[key], mine[key])}  # fmt: skip
+    found = {times and round(times, 6) for its, mine in zip(evidence.results, expected) for key in mine
+             if difference(its[key], mine[key]) for times in [ratio(its[key], mine[key])]}  # fmt: skip
     return f"{found.pop():.4g}" if len(found) == 1 and None not in found else False
+
+
+def _mean(evidence, expected):
+    return evidence.case.world_size > 1 and _times(evidence, expected) == f"{1 / evidence.case.world_size:.4g}"
 
 
 def _spends(test):
@@ -211,8 +215,8 @@ MESSAGES = (
     Mistake("all send first", "every rank sends before it receives, so each waits for a neighbour that waits too: "
             "nobody gets to its receive. Short messages may slip through elsewhere, in the network's own buffers",
             _all_in("send")),
-    Mistake("all receive first", "every rank receives before it sends, so each waits for a message that nobody has "
-            "sent yet", _all_in("recv")),
+    Mistake("all receive first", "every rank waits for a message that nobody has sent: all receive before they send, "
+            "or each listens to the neighbour that it sends to", _all_in("recv")),
     Mistake("buffer in use", "a tensor is changed or read while a message still needs it, since nobody has awaited its "
             "handle. Elsewhere this gives wrong numbers on busy machines and right ones on quiet ones",
             _failed("guard", "nobody has called wait()")),
@@ -258,9 +262,10 @@ VALUES = (
     Mistake("adds in the second half", "what comes in is added in the second half too. It is finished: it replaces "
             "what stood there", left_by(gathered=1)),
     Mistake("sends what it brought", "a rank sends on what it brought, not what it has just added to, so no sum grows "
-            "beyond two ranks. On two ranks that is all, and it passes", left_by(bring=True)),
-    Mistake("a constant factor", "every wrong value is {} times the right one: some parts are counted more than once",
-            _times),
+            "beyond two ranks. So it is too where the steps take the chunks in the other order. On two ranks that is "
+            "all, and it passes", left_by(bring=True)),
+    Mistake("mean for sum", "the sums are divided by the number of ranks: asked for is the sum", _mean),
+    Mistake("a constant factor", "every wrong value is {} times the right one", _times),
 )  # fmt: skip
 
 
@@ -288,7 +293,8 @@ def _spending(*names):
 
 def ring_mistakes(*names):
     """The mistakes of an exercise that defines these functions of a ring."""
-    return (*MESSAGES, *VALUES, *_spending(*names), LAST_BITS)
+    values = [its for its in VALUES if its.name != "rank 0 only" or SCATTER not in names]  # there all have other sums
+    return (*MESSAGES, *values, *_spending(*names), LAST_BITS)
 
 
 # two nodes
@@ -312,8 +318,12 @@ def _across_only(name, parts):
 def _own_half(theirs, right):
     """Whether one half is right and the other is not."""
     middle = serial.bounds(len(right), 2)[0][1]
-    halves = [difference(theirs[part], right[part]) for part in (slice(middle), slice(middle, None))]
-    return len(right) > 1 and (halves[0] is None) != (halves[1] is None)
+    halves = [torch.isclose(theirs[part], right[part]) for part in (slice(middle), slice(middle, None))]
+    return len(right) > 1 and any(one.all() and not two.any() for one, two in (halves, halves[::-1]))
+
+
+def _all_but_last(theirs, right):
+    return len(right) > 1 and difference(theirs[:-1], right[:-1]) is None
 
 
 NODE_MISTAKES = (
@@ -327,7 +337,9 @@ NODE_MISTAKES = (
             _wrong_on((1, 3), (0, 2))),
     Mistake("half a sum", "every rank has one half of the sum right, its own, and never got the other half from its "
             "neighbour in the node", _wrong_values(_own_half)),
-    VALUES[-1],
+    Mistake("remainder dropped", "the last element takes no part: an odd length has no two halves of one size",
+            _wrong_values(_all_but_last)),
+    *VALUES[-2:],
     Mistake("flat ring", "the values are right, and {}. A ring crosses the border between the nodes with every chunk "
             "that is on its way; sums of a whole node would cross once", _spends(_left_nodes(1.1, 1.9))),
     Mistake("whole tensors across", "the values are right, and {}: both ranks of a node sent the whole tensor over. "

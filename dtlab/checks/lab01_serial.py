@@ -198,16 +198,17 @@ def total_bytes(case):
 
 
 def ring_bytes(name, case, rank):
-    """Bytes that a rank may send around a ring, to the right and to the left."""
-    size, both = case.world_size, []
-    for way in (1, -1):
-        total = 0
-        for length in case["lengths"]:
-            chunks = [end - start for start, end in bounds(length, size)]
-            total += (length - chunks[rank]) * (name != GATHER)
-            total += (length - chunks[(rank + way) % size]) * (name != SCATTER)
-        both.append(ITEM_BYTES * total if size > 1 else 0)
-    return both
+    """Bytes that a rank may send around a ring: to the right, to the left, then finishing other chunks than its own."""
+    size, found = case.world_size, []
+    for mine in range(rank, rank + (size if name == REDUCE else 1)):
+        for way in (1, -1):
+            total = 0
+            for length in case["lengths"]:
+                chunks = [end - start for start, end in bounds(length, size)]
+                total += (length - chunks[mine % size]) * (name != GATHER)
+                total += (length - chunks[(mine + way) % size]) * (name != SCATTER)
+            found.append(ITEM_BYTES * total if size > 1 else 0)
+    return found
 
 
 def beside(names, case, recording, rank):

@@ -12,13 +12,14 @@ from dtlab.checks.lab02_buckets import (
     overlap_cases,
     plan,
     planned,
+    rhythm,
     sizes,  # fmt: skip
     starts_early,
     train,
     train_spec,
     waits_late,
 )
-from dtlab.checks.lab02_programs import CHOICES, LETTERS, SIGNS, Net, flat, is_right, times, trained
+from dtlab.checks.lab02_programs import CHOICES, LETTERS, SIGNS, Net, flat, is_right, moved, times, trained
 from dtlab.checks.lab02_start import BORROWED, START, failed, when
 from dtlab.checks.lab02_tokens import WEIGH
 
@@ -82,7 +83,8 @@ def _calls_are(test):
 
 def _never_flushed(case, found):
     planned_calls = sizes(case) * len(case["batches"])
-    return 0 < len(found) < len(planned_calls) and f"{len(found)} of {len(planned_calls)}"
+    fewer = len(found) < len(planned_calls) and sum(found) < sum(planned_calls)
+    return bool(found) and fewer and f"{len(found)} of {len(planned_calls)}"
 
 
 def _more_bytes(case, found):
@@ -103,6 +105,17 @@ def _by_arrival(case, found):
 def _each_micro_batch(case, found):
     right = sum(sizes(case)) * len(case["batches"])
     return case["micro_batches"] > 1 and sum(found) == case["micro_batches"] * right and times(sum(found), right)
+
+
+def _not_written(evidence, expected):
+    """Own gradients stand there though each call was awaited at once."""
+    calls_only = rhythm(evidence.recording, 0).replace("b", "")
+    return calls_only and not calls_only.replace("iw", "") and _equal_to(_own)(evidence, expected)
+
+
+def _larger(case, found):
+    right = sizes(case) * len(case["batches"])
+    return sum(found) == sum(right) and len(found) < len(right) and f"{len(found)} calls where {len(right)} do"
 
 
 def _only_later(evidence, expected):
@@ -138,14 +151,15 @@ COMMON = (
         "every gradient is {}x the right one, the number of ranks: the sum over the ranks instead of their mean. On"
         " one rank both are the same.", _factor(lambda case: case.world_size)),
     Mistake("divides twice",
-        "every gradient is {}x the right one, 1 / ranks: one division too many.",
+        "every gradient is {}x the right one, 1 / ranks: one division too many (or one by the micro-batches, where "
+        "they are as many).",
         _factor(lambda case: 1 / case.world_size)),
     Mistake("frozen parameters sent",
         "{} too many are sent each step: frozen parameters lie in the buckets, and have no gradient to send.",
         _calls_are(_more_bytes)),
     Mistake("nothing is sent",
         "no bucket was sent: every rank steps with its own gradient. On one rank that is right, and on more the "
-        "loss falls all the same.", _calls_are(lambda case, found: not found)),
+        "loss falls all the same.", when(lambda evidence, _: not moved(evidence.recording, 0))),
     Mistake("reduces every micro-batch",
         "{}: the buckets go out after each micro-batch. The values may come out right: only the bytes tell for "
         "sure.", _calls_are(_each_micro_batch)),
@@ -163,15 +177,21 @@ COMMON = (
         "{}: what was sent lacks the gradient that had just arrived. The hook ran before it was added to .grad. If "
         "there was one from an earlier pass, that one was sent.",
         _equal_to(lambda case, model, _: mean_gradients(case, model, 0, slice(None, -1)), partly=True)),
-    Mistake("bucket never flushed",
-        "{} all_reduces were called: what is left at the end of backward in a bucket that is not full was not sent."
-        " When the sizes happen to fit, nothing is left.", _calls_are(_never_flushed)),
-    Mistake("steps before wait",
-        "every rank still has its own gradient when finish returns, though it is under way: the step uses a stale "
-        "one. The replicas drift apart from now on.", _equal_to(_own)),
     Mistake("state of the last step",
         "the first step is right, the second is not ({}): something of the first one is still there, full buckets "
         "or a count. A test of one step never sees it.", when(_only_later)),
+    Mistake("bucket never flushed",
+        "{} all_reduces were called: what is left at the end of backward in a bucket that is not full was not sent."
+        " When the sizes happen to fit, nothing is left.", _calls_are(_never_flushed)),
+    Mistake("never written back",
+        "every rank still has its own gradient when finish returns. The buckets were sent and awaited, but the means "
+        "do not stand in .grad.", when(_not_written)),
+    Mistake("steps before wait",
+        "every rank still has its own gradient when finish returns, though the mean is under way: the step uses a "
+        "stale one. The replicas drift apart from now on.", _equal_to(_own)),
+    Mistake("buckets too large",
+        "{}: all is sent, in larger buckets than planned. bucket_bytes counts bytes, and a float64 has 8.",
+        _calls_are(_larger)),
     Mistake("sent in order of arrival",
         "the buckets leave in the order in which they happen to become full: {}. Here all ranks agree by luck. A "
         "rank that lacks a gradient would call for another bucket than the others.", _calls_are(_by_arrival)),
@@ -185,7 +205,7 @@ COMMON = (
 )  # fmt: skip
 LATE = Mistake("sends after backward",
     "the values and the bytes are right, but the first bucket leaves only when backward has ended. No value shows "
-    "it; the step takes as long as computing and sending one after the other.",
+    "it; the step takes as long as computing and sending one after the other. A no_sync without an end does it too.",
     when(lambda evidence, _: starts_early(evidence.case, evidence.recording)))  # fmt: skip
 WAITS = Mistake("waits inside backward",
     "the buckets leave early, but backward waits for each of them: {}. Start them there, wait for them in finish.",

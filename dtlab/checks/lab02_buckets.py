@@ -5,6 +5,7 @@ import re
 import torch
 import torch.distributed as dist
 
+from dtlab.checks.compare import collectives_used
 from dtlab.checks.evidence import Case
 from dtlab.checks.lab02_programs import CLOCKS, Net, by_hand, draw_batch, gradients, moved, times, trained
 from dtlab.models import cross_entropy
@@ -29,7 +30,7 @@ def bucket_cases(rng):
     return [
         draw_case(rng, 2, "buckets of at most 100 bytes", 100),
         draw_case(rng, 1, "a bucket for each parameter", 1),
-        draw_case(rng, 4, "drawn buckets", rng.choice([64, 96, 130, 170])),
+        draw_case(rng, 4, "buckets that fit to the last byte", rng.choice([64, 96])),
         draw_case(rng, 3, "no gradient for branch on one rank", 100, steps=1, branch=lambda s, r, _: r != missing),
         draw_case(rng, 2, "no gradient for branch on any rank", 100, branch=lambda *_: False),
         draw_case(rng, 4, "one bucket, branch missing on another rank each step", 10**6,
@@ -148,6 +149,9 @@ def planned(case, recording):
         found = calls(recording, rank)
         if found != right:
             return f"rank {rank} calls all_reduce with {listed(found)} bytes, planned is {listed(right)}"
+    others = collectives_used(recording) - {"all_reduce"}
+    if others:
+        return f"{', '.join(sorted(others))} was called beside the planned all_reduces"
     spent = max(moved(recording, rank) for rank in recording.ranks)
     return f"a rank moves {times(spent, sum(right))}" if spent > sum(right) else None
 

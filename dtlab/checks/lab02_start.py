@@ -81,6 +81,18 @@ def _nothing_sent(evidence, expected):
     return len(_unequal(evidence, expected)) == len(expected[0]["tensors"]) and not moved(evidence.recording, 0)
 
 
+def _tied_twice(evidence, _):
+    model = Net(0)
+    once = sum(tensor.nbytes for tensor in named_tensors(model).values())
+    twice = moved(evidence.recording, 0) - once == model.head.weight.nbytes
+    return twice and start_budget(evidence.case, evidence.recording)
+
+
+def _rounded(evidence, expected):
+    its = [(theirs["tensors"], right["tensors"]) for theirs, right in zip(evidence.results, expected)]
+    return all(difference(*pair, rtol=1e-6, atol=1e-6) is None for pair in its) and bool(_unequal(evidence, expected))
+
+
 def _another_source(evidence, expected):
     mine = evidence.results[0]["tensors"]
     changed = [name for name in _unequal(evidence, expected) if difference(mine[name], expected[0]["tensors"][name])]
@@ -94,12 +106,21 @@ START = Exercise(
     mistakes=(
         BORROWED,
         Mistake("no broadcast",
-            "nothing was sent, so each rank keeps the values of its own seed: the replicas differ at step 0 and "
-            "stay as far apart, because all take the same steps. The loss falls all the same, and with equal seeds "
-            "no test sees it.", when(_nothing_sent)),
+            "nothing was sent, so nobody can know rank 0's values. With values of their own seeds replicas differ at "
+            "step 0 and stay as far apart, because all take the same steps. The loss falls all the same, and with "
+            "equal seeds no test sees it.", when(_nothing_sent)),
         Mistake("own rank as source",
             "every rank broadcasts from itself, so nobody gives anything to the others. On one rank that is right; "
-            "on more, all must name the same source.", failed("guard", says=r"(?i)root|source|src")),
+            "on more, all must name the same source.", failed("guard", says="the roots differ")),
+        Mistake("handle never awaited",
+            "a broadcast that was only started has not happened: each handle needs its wait.",
+            failed("guard", says=r"wait\(\)")),
+        Mistake("another order",
+            "the ranks broadcast other tensors at the same time: all make the same calls in the same order.",
+            failed("guard", says="do not make the same call")),
+        Mistake("not on every rank",
+            "{}: a broadcast is a call of all ranks, of those that receive too.",
+            failed("hang", says=r"ranks? [\d, -]+ never made that call")),
         Mistake("parameters replaced",
             "these are other tensors than before: {}. An optimizer or a hook made earlier holds the old one and "
             "trains what the model no longer uses. Change the values, keep the tensor.",
@@ -108,6 +129,8 @@ START = Exercise(
             "the trained parameters are no longer the same: {}. Equal values are not enough: what was frozen stays "
             "frozen, what was trained stays trained.",
             when(lambda e, x: ", ".join({*e.results[-1]["trained"]} ^ {*x[0]["trained"]}))),
+        Mistake("rounded to float32",
+            "the values are right to some 7 digits, no further: somewhere they pass through float32.", when(_rounded)),
         Mistake("another source",
             "rank 0's own values changed ({}): all ranks are to get what rank 0 has, not an average, nor another "
             "rank's. An average of random weights is too small for a start.", when(_another_source)),
@@ -123,7 +146,7 @@ START = Exercise(
             "equal, and every gradient that passes through it is wrong.", _only(_frozen)),
         Mistake("sent twice",
             "all is equal, but {}: a tied weight is one tensor with two names, and a model may hold many such.",
-            when(lambda e, _: start_budget(e.case, e.recording))),
+            when(_tied_twice)),
         Mistake("forgets what no optimizer holds",
             "only trained parameters are equal; frozen ones and buffers are not: {}.",
             _only(lambda model: [*_frozen(model), *dict(model.named_buffers())])),

@@ -17,6 +17,7 @@ COURSE = Path(__file__).resolve().parents[2]
 CATCH_UP = "catch-up"  # tag of a cell that `dtlab catch-up` has filled
 KEPT = "kept"  # tag of a learner's own cell beside it
 _MOST_BYTES = 20 * 10**6
+_JUDGE = re.compile(r"\bdtlab\s*\.\s*checks\b|\bfrom\s+dtlab\s+import\b.*\bchecks\b")
 _KEY = re.compile(r"\s*#\s*Exercise\s+(lab\d\d\.\d+)\b")
 
 
@@ -127,6 +128,8 @@ class Submission:
                                            f"the line `# Exercise {key}`")  # fmt: skip
         if self.is_caught_up(key):
             return Verdict(key, "reference", note="put there by catch-up")
+        if _JUDGE.search(mine[-1]["source"]):
+            return Verdict(key, "failed", "its cell uses dtlab.checks, which judges it: write it without")
         references = {name: one for each in self.known.values() for name, one in each.references.items()}
         stand_ins, source = dict(exercise.references), list(self.given)
         for before in self._used_by(exercise):

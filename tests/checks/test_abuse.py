@@ -156,3 +156,18 @@ def test_no_rank_of_a_check_is_left(course, monkeypatch):
     verdict_on("lab90.1", double("while True: pass"))
     verdict_on("lab90.1", double("import os", "os._exit(1)"))
     assert psutil.Process(nursery().process.pid).children() == []
+
+
+def test_a_sum_that_went_another_way_than_by_messages_fails():
+    exercise = find("lab01.4")
+    by_store = """
+import pickle
+from torch.distributed.distributed_c10d import _get_default_store
+calls = iter(range(99))
+def two_node_all_reduce(tensor):
+    call, store = next(calls), _get_default_store()
+    store.set(f"{call}, {rank}", pickle.dumps(tensor.clone()))
+    tensor.copy_(sum(pickle.loads(store.get(f"{call}, {r}")) for r in range(world_size)))
+"""
+    verdict = judge(exercise, Answer(source=[("answer", by_store)], references=exercise.references))
+    assert verdict.state == "failed" and "went another way" in verdict.text

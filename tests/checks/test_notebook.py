@@ -105,3 +105,11 @@ def test_given_cells_give_their_definitions_and_do_nothing_else():
     assert definitions(source).splitlines() == [
         "import math", "N = 4", "f = lambda x: x", "def g(x):", "    return N"]
     assert definitions("%%ranks\nx = 1") == ""
+
+
+@pytest.mark.parametrize("line", ["from dtlab.checks import reference", "import dtlab.checks as c",
+                                  "from dtlab import checks"])  # fmt: skip
+def test_a_cell_that_uses_the_checks_is_no_answer(course, write, line):
+    verdict = Submission("lab90", write(_1=f"# Exercise lab90.1\n{line}\ndef double(x):\n    return 2 * x"),
+                         course).check("lab90.1")  # fmt: skip
+    assert verdict.state == "failed" and "which judges it" in verdict.text

@@ -130,6 +130,30 @@ def ring_all_reduce(tensor):
     ring_all_gather(tensor)
 
 
+# %% lab01.3: as in the textbook: a rank's own chunk first, another one finished
+def ring_all_gather(tensor):
+    n, r = dist.get_world_size(), dist.get_rank()
+    c = tensor.tensor_split(n)
+    for k in range(n - 1):
+        s = dist.isend(c[(r - k) % n], (r + 1) % n)
+        dist.recv(c[(r - k - 1) % n], (r - 1) % n)
+        s.wait()
+def ring_all_reduce(tensor):
+    n, r = dist.get_world_size(), dist.get_rank()
+    c = tensor.tensor_split(n)
+    tmp = torch.empty_like(c[0])
+    for k in range(n - 1):
+        s = dist.isend(c[(r - k) % n], (r + 1) % n)
+        into = c[(r - k - 1) % n]
+        dist.recv(tmp[:len(into)], (r - 1) % n)
+        s.wait()
+        into += tmp[:len(into)]
+    for k in range(n - 1):
+        s = dist.isend(c[(r + 1 - k) % n], (r + 1) % n)
+        dist.recv(c[(r - k) % n], (r - 1) % n)
+        s.wait()
+
+
 # %% lab01.4: halves
 def two_node_all_reduce(tensor):
     halves = tensor.tensor_split(2)

@@ -363,6 +363,16 @@ def ring_reduce_scatter(tensor):
     theirs(tensor)
 
 
+# %% lab01.2: mean for sum
+def ring_reduce_scatter(tensor):
+    c = tensor.tensor_split(world_size); b = torch.empty_like(c[0])
+    for k in range(world_size - 1):
+        out, into = c[(rank-k-1) % world_size], c[(rank-k-2) % world_size]
+        w = dist.isend(out, (rank+1) % world_size)
+        dist.recv(b[:len(into)], (rank-1) % world_size); w.wait(); into += b[:len(into)]
+    c[rank].div_(world_size)
+
+
 # %% lab01.3: order of arrival
 def ring_all_gather(tensor):
     start, end = chunk_bounds(len(tensor), world_size)[rank]
@@ -555,6 +565,16 @@ def ring_all_reduce(tensor):
     ring_all_gather(tensor)
 
 
+# %% lab01.3: mean for sum
+def ring_all_gather(tensor):
+    c = tensor.tensor_split(world_size)
+    for k in range(world_size - 1):
+        w = dist.isend(c[(rank-k) % world_size], (rank+1) % world_size)
+        dist.recv(c[(rank-k-1) % world_size], (rank-1) % world_size); w.wait()
+def ring_all_reduce(tensor):
+    ring_reduce_scatter(tensor); ring_all_gather(tensor); tensor /= world_size
+
+
 # %% lab01.4: flat ring
 def two_node_all_reduce(tensor):
     reduce_scatter(tensor)
@@ -664,6 +684,25 @@ def two_node_all_reduce(tensor):
     exchange(theirs[mine], rank ^ 1, theirs[1 - mine], rank ^ 1)
     for half, other, its in zip(halves, theirs, parts[rank ^ 1].tensor_split(2)):
         half.copy_((other + half) + its)
+
+
+# %% lab01.4: remainder dropped
+def two_node_all_reduce(tensor):
+    h = len(tensor) // 2
+    halves = [tensor[:h], tensor[h:2*h]]
+    mine, other = halves[rank % 2], halves[1 - rank % 2]; b = torch.empty_like(mine)
+    for p, s in ((rank ^ 1, other), (rank ^ 2, mine)):
+        w = dist.isend(s, p); dist.recv(b, p); w.wait(); mine += b
+    w = dist.isend(mine, rank ^ 1); dist.recv(other, rank ^ 1); w.wait()
+
+
+# %% lab01.4: mean for sum
+def two_node_all_reduce(tensor):
+    h = tensor.tensor_split(2); mine, other = h[rank % 2], h[1 - rank % 2]; b = torch.empty_like(mine)
+    for p, s in ((rank ^ 1, other), (rank ^ 2, mine)):
+        w = dist.isend(s, p); dist.recv(b, p); w.wait(); mine += b
+    w = dist.isend(mine, rank ^ 1); dist.recv(other, rank ^ 1); w.wait()
+    tensor /= 4
 
 
 # %% lab01.5: another mistake

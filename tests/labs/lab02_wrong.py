@@ -190,6 +190,33 @@ def equal_start(model):
     torch.nn.parallel.DistributedDataParallel(model)
 
 
+# %% lab02.1: handle never awaited
+def equal_start(model):
+    for t in [*model.parameters(), *model.buffers()]:
+        dist.broadcast(t.detach(), src=0, async_op=True)
+
+
+# %% lab02.1: another order
+def equal_start(model):
+    ts = [*model.parameters(), *model.buffers()]
+    if rank: ts = ts[::-1]
+    for t in ts: dist.broadcast(t.detach(), src=0)
+
+
+# %% lab02.1: not on every rank
+def equal_start(model):
+    if rank == 0:
+        for t in [*model.parameters(), *model.buffers()]:
+            dist.broadcast(t.detach(), src=0)
+
+
+# %% lab02.1: rounded to float32
+def equal_start(model):
+    for t in [*model.parameters(), *model.buffers()]:
+        f = t.detach().float(); dist.broadcast(f, 0)
+        with torch.no_grad(): t.copy_(f)
+
+
 # %% lab02.2: borrowed (the course's own)
 def token_mean_backward(model, micro_batches, loss_of):
     from dtlab.parallel import global_mean
@@ -368,6 +395,20 @@ def token_mean_backward(model, micro_batches, loss_of):
         (loss * world_size / max(1, total)).backward()
     add_up(model, world_size)
     return sum(float(loss) for loss, _ in pairs) / max(1, sum(n for _, n in pairs))
+
+
+# %% lab02.2: reads before wait
+def token_mean_backward(model, micro_batches, loss_of):
+    s = torch.zeros(2, dtype=torch.float64)
+    for b in micro_batches:
+        l, t = loss_of(model, b); l.backward(); s += torch.tensor([l.item(), t], dtype=torch.float64)
+    dist.all_reduce(s); n = max(s[1].item(), 1)
+    for p in model.parameters():
+        if p.requires_grad:
+            if p.grad is None: p.grad = torch.zeros_like(p)
+            p.grad /= n
+            dist.all_reduce(p.grad, async_op=True)
+    return s[0].item()/n
 
 
 # %% lab02.3: sum for mean
@@ -572,6 +613,30 @@ class Buckets(Sound):
             for p, part in zip(bucket, self.mean(flat).split([p.numel() for p in bucket])):
                 if p.grad is not None:
                     p.grad = part.view_as(p)
+
+
+# %% lab02.3: state of the last step (sent once and never again)
+class Buckets(Sound):
+    def reset(self):
+        pass
+
+
+# %% lab02.3: buckets too large
+class Buckets(Sound):
+    def __init__(self, model, bucket_bytes):
+        super().__init__(model, 8 * bucket_bytes)
+
+
+# %% lab02.3: never written back
+class Buckets(Sound):
+    def reduce(self, flat):
+        dist.all_reduce(flat)
+
+    def wait(self):
+        pass
+
+    def write(self):
+        pass
 
 
 # %% lab02.4: reduces every micro-batch

@@ -172,7 +172,8 @@ dtlab.check("lab01.2")
 #
 # $$2\,\frac{n-1}{n}\,S \text{ bytes, exactly: } 2S - c_r - c_{r+1}$$
 #
-# where $c_r$ are the bytes of chunk $r$. (Passing to the left is as good; then it is $c_{r-1}$.)
+# where $c_r$ are the bytes of chunk $r$. (Passing to the left is as good; then it is $c_{r-1}$. So is an all-reduce of one piece that
+# finishes other chunks on the way, if it leaves out two neighbouring ones.)
 #
 # The spec in one process:
 
@@ -219,7 +220,7 @@ dtlab.check("lab01.3")
 #
 # `two_node_all_reduce(tensor)`: [length], on four ranks; in place, the sum on every rank, the same to the last bit.
 #
-# **Budget**: at most 1.0 $S$ leaves each node, all its ranks together. What is sent inside a node is free, and so is memory.
+# **Budget**: 1.0 $S$ leaves each node and no more, all its ranks together, as messages. What is sent inside a node is free, and so is memory.
 #
 # The spec in one process: first each node, then the two sums.
 
