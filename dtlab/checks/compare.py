@@ -31,7 +31,8 @@ def difference(theirs, right, *, rtol=RTOL, atol=ATOL, place=""):
         rounds = type(right) is int and isinstance(theirs, float)  # no index, even where it is equal
         same = theirs == right and not rounds or (isinstance(right, float) and isinstance(theirs, (int, float))
                                    and abs(theirs - right) <= atol + rtol * abs(right))  # fmt: skip
-        return None if same else f"{at}{_brief(theirs)} should be {_brief(right)}"
+        told = right == "" and isinstance(theirs, str)  # a program's own sentence on what is wrong
+        return None if same else f"{at}{theirs}" if told else f"{at}{_brief(theirs)} should be {_brief(right)}"
     return next(filter(None, (difference(a, b, rtol=rtol, atol=atol, place=where) for where, a, b in pairs)), None)
 
 

@@ -55,7 +55,7 @@ class Answer:
     def on_rank(self, names):
         """The functions of these names, on a rank."""
         for function in self.functions.values():
-            for one in _functions(function):
+            for one in functions_of(function):
                 one.__globals__.update(self.references)
         namespace = {"__name__": "__main__", **_always_there(), **self.functions, **self.references}
         for label, text in self.source:
@@ -90,7 +90,7 @@ def _compiled(label, text):
         return compile(plain, filename, "exec")
 
 
-def _functions(thing):
+def functions_of(thing):
     """A function, or the functions of a class, as a list; empty for anything else."""
     inside = vars(thing).values() if isinstance(thing, type) else [thing]
     return [one for one in inside if isinstance(one, types.FunctionType)]

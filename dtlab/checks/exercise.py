@@ -1,14 +1,16 @@
 """Exercises and their verdicts: shape, value, agreement between ranks, budget; the known mistake first."""
+import ast
 import contextlib
 import importlib
 import random
 import re
+import types
 from collections.abc import Callable
 from dataclasses import dataclass, field, replace
 
 from dtlab import shell
 from dtlab.checks import compare
-from dtlab.checks.evidence import SHOWN_CHARS, Answer, Evidence, gather
+from dtlab.checks.evidence import SHOWN_CHARS, Answer, Evidence, functions_of, gather
 from dtlab.errors import ConfigError
 
 LABS = {"lab01": "dtlab.checks.lab01", "lab02": "dtlab.checks.lab02"}  # lab -> module with its EXERCISES
@@ -104,10 +106,18 @@ def exercises(lab):
 def find(key):
     """The exercise of a key, ``"lab01.2"``."""
     lab, _, _ = str(key).partition(".")
+    if whole := _whole_key(key):
+        raise ConfigError(f'the keys of exercises begin with the lab: write "{whole}"')
     known = exercises(lab)
     if key not in known:
         raise ConfigError(f"there is no exercise {key!r}; {lab} has {', '.join(known)}")
     return known[key]
+
+
+def _whole_key(said):
+    """``lab01.2`` of ``1.2``, as headings have it; None for anything else."""
+    number = re.fullmatch(r"(?:[Ee]xercise\s*)?0?(\d)\.(\d+)", str(said).strip())
+    return number and f"lab0{number[1]}.{number[2]}"
 
 
 def earlier(exercise):
@@ -154,7 +164,9 @@ def check(key, *functions):
         return answer
     verdict = judge(exercise, answer)
     _last[key] = answer.functions, verdict
-    return with_note(verdict, answer.references)
+    used = {name: one for name, one in answer.references.items() if name in _read_by(answer.functions.values())}
+    judged = _judged(answer.functions)
+    return with_note(verdict, used, *[f"judged: {judged}"] * bool(judged))
 
 
 def picture(key, *functions):
@@ -167,6 +179,41 @@ def picture(key, *functions):
     evidence = (Evidence(case, failed="not yet", text=answer.text) if isinstance(answer, Verdict)
                 else gather(exercise.program, answer, exercise.names, case))  # fmt: skip
     return exercise.draw(case, exercise.spec(case), evidence)
+
+
+def _judged(functions):
+    """Which functions of the notebook these are, ``"double of cell [12]"``: an old one shows by its cell."""
+    from dtlab.ranks.notebook import cell_sources
+
+    files = {name: code.co_filename for name, function in functions.items() for code in _codes(function)[:1]}
+    cells = cell_sources(set(files.values()))
+    return ", ".join(f"{name} of {cells[file][0]}" for name, file in files.items() if file in cells)
+
+
+def _codes(thing):
+    return [function.__code__ for function in functions_of(thing)]
+
+
+def _read_by(functions):
+    """Names that functions read, and what they call of their own place too."""
+    names, open_ = set(), [one for function in functions for one in functions_of(function)]
+    for one in open_:
+        codes = [one.__code__]
+        for code in codes:
+            codes += [const for const in code.co_consts if isinstance(const, types.CodeType)]
+        new = {name for code in codes for name in code.co_names} - names
+        names |= new
+        open_ += [each for name in new for each in functions_of(one.__globals__.get(name))
+                  if each.__module__ == one.__module__]  # fmt: skip
+    return names
+
+
+def names_in(text):
+    """Names that the code of a cell reads; words of comments and texts do not count."""
+    try:
+        return {node.id for node in ast.walk(ast.parse(text)) if isinstance(node, ast.Name)}
+    except SyntaxError:  # a magic
+        return set(re.findall(r"\w+", text))
 
 
 _last = {}  # key -> (the functions that were checked, their Verdict), in this notebook
@@ -245,8 +292,14 @@ def judge_case(exercise, evidence):
         if seen:
             told = mistake.says.format(seen if isinstance(seen, str) else "")
             return Verdict(exercise.key, "failed", f"{evidence.case}: {told}\n{wrong}", mistake.name)
-    hint = f"\nHint 1: {exercise.hint}" if exercise.hint else ""
+    hint = f"\nHint 1: {exercise.hint}" if exercise.hint and _is_of_the_exercise(evidence, expected) else ""
     return Verdict(exercise.key, "failed", f"{evidence.case}: {wrong}{hint}")
+
+
+def _is_of_the_exercise(evidence, expected):
+    """Whether values, budget or calls are wrong: no error of Python, no end, no loop, no return left out."""
+    no_return = any(theirs is None and right is not None for theirs, right in zip(evidence.results or [], expected))
+    return evidence.failed in ("", "hang", "guard") and not no_return
 
 
 def _what_is_wrong(exercise, evidence, expected):
@@ -259,7 +312,7 @@ def _what_is_wrong(exercise, evidence, expected):
     for rank, (theirs, right) in enumerate(zip(results, expected)):
         wrong = compare.difference(theirs, right)
         if wrong:
-            return f"rank {rank}: {wrong}"
+            return f"rank {rank}: {wrong}" + " (is there a return?)" * (theirs is None)
     if exercise.replicated:
         for rank, theirs in enumerate(results):
             wrong = compare.difference(theirs, results[0], rtol=0.0, atol=0.0)

@@ -200,6 +200,11 @@ def _passed(verdicts):
     return sum(verdict.state == "passed" for verdict in verdicts)
 
 
+def _by_reference(verdicts):
+    count = sum(verdict.state == "reference" for verdict in verdicts)
+    return f", {count} by reference" if count else ""
+
+
 def _write_table(rows, out):
     text = io.StringIO()
     writer = csv.writer(text, lineterminator="\n")
@@ -220,14 +225,16 @@ def _page(rows):
         mistakes[(verdict.key, verdict.mistake)] += bool(verdict.mistake)
         people.setdefault((name, lab), []).append(verdict)
     needing = sorted(people.items(), key=lambda item: _passed(item[1]))
+    done = ("passed", "reference")
     tables = [
         ("Exercises", ("exercise", *states), [(key, *(count[state] for state in states))
                                               for key, count in sorted(by_exercise.items())]),
         ("Known mistakes", ("exercise", "mistake", "times"), [(*which, times) for which, times in
                                                               mistakes.most_common() if times]),
         ("Who needs help", ("submission", "lab", "passed", "first to mend", "why"), [
-            (name, lab, f"{_passed(mine)} of {len(mine)}", first.key, first.mistake or first.text)
-            for (name, lab), mine in needing for first in [v for v in mine if v.state != "passed"][:1]]),
+            (name, lab, f"{_passed(mine)} of {len(mine)}{_by_reference(mine)}", first.key, first.mistake or first.text)
+            for (name, lab), mine in needing if any(v.state != "passed" for v in mine)
+            for first in [*(v for v in mine if v.state not in done), Verdict("", "", "by reference")][:1]]),
     ]  # fmt: skip
     parts = ["<!doctype html><meta charset='utf-8'><title>Grades</title><style>body{font:15px sans-serif;margin:2em}"
              "td,th{padding:.2em .8em;text-align:left;vertical-align:top;border-bottom:1px solid #ccc}</style>",

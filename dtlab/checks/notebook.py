@@ -105,13 +105,14 @@ def _is_plain(value):
 class Submission:
     """One learner's notebook of one lab."""
 
-    def __init__(self, lab, path, course=None, verdicts=None):
+    def __init__(self, lab, path, course=None, verdicts=None, tell=None):
         self.path, self.known = Path(path), exercises.exercises(lab)
         unsolved = load(pristine(lab, course))
         self.given = [("given code", definitions(cell["source"])) for cell in unsolved["cells"]
                       if "given" in cell["metadata"]["tags"]]  # fmt: skip
         self.cells = exercise_cells(load(path), unsolved)
         self.verdicts = dict(verdicts or {})  # key -> Verdict
+        self._tell = tell or (lambda line: None)  # what makes a learner wait
 
     def check(self, key):
         """The verdict on one exercise; those that it builds on are judged first."""
@@ -134,6 +135,8 @@ class Submission:
         stand_ins, source = dict(exercise.references), list(self.given)
         for before in self._used_by(exercise):
             names = {name: references[name] for name in before.names if name in references}
+            if names and before.key not in self.verdicts:
+                self._tell(f"judging {before.key} first, {key} uses it")
             if names and self.check(before.key).state != "passed":
                 stand_ins.update(names)
             elif before.key in self.cells:
@@ -142,7 +145,9 @@ class Submission:
         source.append((f"exercise {key}", mine[-1]["source"]))
         several = f"{len(mine)} cells begin with `# Exercise {key}`: the last one counts"
         verdict = exercises.judge(exercise, Answer({}, tuple(source), stand_ins), shown_chars=0)
-        return exercises.with_note(verdict, stand_ins, *[several] * (len(mine) > 1))
+        read = set().union(*(exercises.names_in(text) for label, text in source if label != "given code"))
+        used = {name: one for name, one in stand_ins.items() if name in read}
+        return exercises.with_note(verdict, used, *[several] * (len(mine) > 1))
 
     def _used_by(self, exercise):
         """Earlier exercises whose names an exercise's cell has in it, or whose references it declares, in order."""
@@ -157,4 +162,9 @@ class Submission:
 
     def is_caught_up(self, key):
         """Whether a cell is what catch-up has put there; its tag stays when a learner writes over it."""
-        return "checks.reference(" in self.cells[key][-1]["source"]
+        return is_reference(self.cells[key][-1]["source"])
+
+
+def is_reference(source):
+    """Whether a cell's text is that of catch-up."""
+    return "checks.reference(" in source

@@ -11,7 +11,7 @@ from dtlab.cli import bootstrap, working_copies
 from dtlab.errors import ConfigError
 
 _CATCH_UP = '''# Exercise {key}
-# Put here by `dtlab catch-up`: the course's own, and the grade says so. Yours stands below, kept.
+# Put here by `dtlab catch-up`: the course's own, and the grade says so. What you had written stands below, kept.
 import dtlab.checks
 
 {lines}'''
@@ -24,7 +24,7 @@ def check(args):
 
     name, _, copy = _lab(options.LAB)
     path = Path(options.NOTEBOOK or copy)
-    submission = Submission(name[:5], path, bootstrap.ROOT)
+    submission = Submission(name[:5], path, bootstrap.ROOT, tell=lambda line: print(line, flush=True))
     keys = [_key(name, options.exercise, submission.known)] if options.exercise else list(submission.known)
     print(f"{'exercise':<9} {'state':<8} {'minutes':>7}  what to mend", flush=True)
     for key in keys:
@@ -100,23 +100,26 @@ def catch_up(args):
 
 
 def _replace(copy, unsolved, cells, tag):
-    """Give exercise cells of a working copy a new text; the old text follows as a raw cell tagged ``kept``."""
+    """Give exercise cells of a working copy a new text; what its reader wrote follows as a raw cell tagged ``kept``."""
     from dtlab.checks import notebook
 
     mine = notebook.load(copy)
     found = notebook.exercise_cells(mine, unsolved)
+    stubs = notebook.exercise_cells(unsolved, unsolved)
     for key, text in cells.items():
         if key not in found:
             raise ConfigError(f"{_short(copy)} has no cell that begins with `# Exercise {key}`: dtlab reset {key[:5]}")
         cell = found[key][-1]
-        old = {"cell_type": "raw", "metadata": {"tags": [notebook.KEPT]}, "source": cell["source"]}
-        if "id" in cell:
-            old["id"] = f"kept-{time.time_ns():x}-{key.replace('.', '-')}"
-        mine["cells"].insert(mine["cells"].index(cell) + 1, old)
+        own = cell["source"].strip() != stubs[key][-1]["source"].strip() and not notebook.is_reference(cell["source"])
+        if own:
+            old = {"cell_type": "raw", "metadata": {"tags": [notebook.KEPT]}, "source": cell["source"]}
+            if "id" in cell:
+                old["id"] = f"kept-{time.time_ns():x}-{key.replace('.', '-')}"
+            mine["cells"].insert(mine["cells"].index(cell) + 1, old)
         tags = [each for each in cell["metadata"]["tags"] if each != notebook.CATCH_UP]
         cell["metadata"]["tags"] = [*tags, *([tag] if tag else [])]
         cell.update(source=text, outputs=[], execution_count=None)
-        print(f"{key}: a new cell, and your old one below it, kept")
+        print(f"{key}: a new cell" + ", and your old one below it, kept" * own)
     notebook.save(mine, copy)
     print(f"if {_short(copy)} is open in JupyterLab: reload its tab and run the cells again")
 

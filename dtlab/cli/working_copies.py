@@ -32,10 +32,13 @@ def reset(name, course=None):
         (path of the fresh copy, path the old one was kept under or None if there was none).
 
     Raises:
-        ConfigError: no such lesson; the message lists those there are.
+        ConfigError: no such lesson or lab; the message lists those there are.
     """
     name, lesson, copy = find(name, course)
     kept = _keep_aside(copy) if copy.exists() else None
+    result = copy.with_suffix(".result.json")  # of the old notebook, and none of the fresh one's
+    if result.exists():
+        result.replace(kept.with_suffix(".result.json")) if kept else result.unlink()
     notes.forget(name.split("_")[0], copy.parent)
     return _make(lesson, copy), kept
 
@@ -47,7 +50,9 @@ def find(name, course=None):
     for whole, (lesson, copy) in there.items():
         if wanted in (whole, whole.split("_")[0]):
             return whole, lesson, copy
-    raise ConfigError(f"no lesson {name!r}; there are {', '.join(there)}")
+    kind = "lab" if wanted.startswith("lab") else "lesson"
+    those = [whole for whole in there if whole.startswith("lab") == (kind == "lab")]
+    raise ConfigError(f"no {kind} {name!r}; there are {', '.join(those)}")
 
 
 def _all(course):

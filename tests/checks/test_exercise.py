@@ -63,7 +63,9 @@ def test_a_verdict_reads_well():
 
 @pytest.mark.parametrize("call, says", [
     (lambda: dtlab.check("lab77.1"), "there are lab01"), (lambda: dtlab.check("lab90.7"), "lab90.1, lab90.2"),
-    (lambda: dtlab.check(3), "there is no lab"), (lambda: dtlab.check("lab90.1", len), "which is about double"),
+    (lambda: dtlab.check(3), "there is no lab"), (lambda: dtlab.check("1.2"), 'write "lab01.2"'),
+    (lambda: dtlab.check("Exercise 2.1"), 'write "lab02.1"'),
+    (lambda: dtlab.check("lab90.1", len), "which is about double"),
     (lambda: dtlab.check("lab90.1", 3), "which is about double"),
     (lambda: reference("lab90", "total"), "no later exercise"),
 ])  # fmt: skip
@@ -80,6 +82,26 @@ def test_what_an_exercise_builds_on(course):
 def test_a_check_before_its_cell_says_what_to_run(notebook):
     verdict = dtlab.check("lab90.1")
     assert verdict.state == "not yet" and "run the cell of exercise lab90.1 first" in verdict.text
+
+
+@pytest.mark.parametrize("failed, results, told", [
+    ("raised", None, False), ("died", None, False), ("time", None, False), ("hang", None, True), ("guard", None, True),
+    ("", [None, None], False), ("", [torch.zeros(3, dtype=torch.float64)] * 2, True),
+])  # fmt: skip
+def test_hint_1_is_told_where_values_or_calls_are_wrong_and_not_where_python_stopped(course, failed, results, told):
+    verdict = judge_case(find("lab90.1"), Evidence(CASE, results, RECORDING, failed, "says"))
+    assert ("Hint 1" in verdict.text) is told
+    assert ("is there a return?" in verdict.text) is (results == [None, None])
+
+
+@pytest.mark.ranks
+def test_a_reference_that_no_code_asks_for_is_not_mentioned(notebook):
+    notebook("import torch.distributed as dist")
+    notebook("def helper(x):\n    return x + x")
+    notebook(toy_lab.RIGHT["lab90.2"].replace("double", "helper"))
+    assert "reference" not in dtlab.check("lab90.2").note
+    notebook("def helper(x):\n    return double(x)")
+    assert "with the reference of double" in dtlab.check("lab90.2").note
 
 
 @pytest.mark.ranks

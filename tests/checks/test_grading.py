@@ -100,6 +100,14 @@ def test_a_larger_notebook_in_a_zip_file_is_refused_and_not_unpacked(tmp_path):
     assert grading._grade_one(path, tmp_path, scratch)[1][0].text.endswith("clear its outputs and save it")
 
 
+def test_the_page_tells_what_catch_up_has_put_there():
+    rows = [("a", "lab90", Verdict("lab90.1", "reference")), ("a", "lab90", Verdict("lab90.2", "passed")),
+            ("b", "lab90", Verdict("lab90.1", "reference")), ("b", "lab90", Verdict("lab90.2", "failed", "wrong"))]
+    page = grading._page(rows)
+    assert "<td>a</td><td>lab90</td><td>1 of 2, 1 by reference</td><td></td><td>by reference</td>" in page
+    assert "<td>b</td><td>lab90</td><td>0 of 2, 1 by reference</td><td>lab90.2</td><td>wrong</td>" in page
+
+
 def test_the_page_counts_and_escapes():
     rows = [("<b>", "lab90", Verdict("lab90.1", "failed", "<script>", "squares")),
             ("x", "lab90", Verdict("lab90.1", "failed", "", "squares")), ("x", "lab90", Verdict("lab90.2", "passed"))]

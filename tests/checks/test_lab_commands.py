@@ -93,20 +93,24 @@ def test_reset_of_an_exercise_makes_its_stub_anew_and_keeps_the_old_cell(run, co
     assert [text for _, _, text in cells(copy)[1:4]] == [
         toy_lab.STUBS["lab90.1"], toy_lab.RIGHT["lab90.1"], toy_lab.RIGHT["lab90.2"]]
     assert cells(copy)[2][:2] == ("raw", ["kept"]) and "reload its tab" in capsys.readouterr().out
+    assert run("reset", "lab90", "--exercise", "1") == run("catch-up", "lab90", "--to", "1") == 0
     assert run("reset", "lab90", "--exercise", "1") == 0
     ids = [cell["id"] for cell in load(copy)["cells"]]
-    assert len(set(ids)) == len(ids) == 6
+    assert len(set(ids)) == len(ids) == 5  # neither a stub nor the course's own is kept
 
 
 def test_reset_of_a_lab_keeps_the_old_notebook(run, copy):
     write(copy, _1="mine")
+    copy.with_name("lab.result.json").write_text("old")
     assert run("reset", "lab90") == 0
+    assert copy.with_name("lab_kept_1.result.json").read_text() == "old"
+    assert not copy.with_name("lab.result.json").exists()
     assert "mine" in copy.with_name("lab_kept_1.ipynb").read_text() and "mine" not in copy.read_text()
 
 
 @pytest.mark.parametrize("args, says", [
     (["check"], "for example: dtlab check lab01"), (["check", "00"], "is no lab"),
-    (["check", "lab55"], "there are 00_x"),
+    (["check", "lab55"], "no lab 'lab55'; there are lab90_toy"),
     (["check", "lab90", "--exercise", "9"], "there are lab90.1"), (["check", "lab90", "nowhere.ipynb"], "there is no"),
     (["check", "lab90", "--fast"], "for example"), (["catch-up", "lab90"], "--to"),
     (["catch-up", "lab90", "--to", "2"], "no reference of total"), (["reset"], "for example: dtlab reset 00"),

@@ -100,6 +100,16 @@ def test_an_exercise_may_build_on_the_learners_own_of_an_earlier_one(course, wri
     assert "with the reference of double" in other.check("lab90.3").note
 
 
+@pytest.mark.ranks
+def test_who_waits_for_an_earlier_exercise_is_told_and_a_reference_only_where_code_reads_it(course, write):
+    told = []
+    text = "# Exercise lab90.2\ndef total(x):\n    x = 2 * x  # not double\n    dist.all_reduce(x)\n    return x"
+    mine = Submission("lab90", write(_1=toy_lab.STUBS["lab90.1"], _2=text), course, tell=told.append)
+    verdict = mine.check("lab90.2")
+    assert (verdict.state, verdict.note) == ("passed", "")
+    assert told == ["judging lab90.1 first, lab90.2 uses it"]
+
+
 def test_given_cells_give_their_definitions_and_do_nothing_else():
     source = "import math\nN = 4\nf = lambda x: x\nranks = dtlab.launch(N)\nprint(N)\ndef g(x):\n    return N\nraise E"
     assert definitions(source).splitlines() == [
