@@ -9,7 +9,8 @@ from dtlab.checks import lab01_programs as programs
 from dtlab.checks import lab01_serial as serial
 from dtlab.checks.evidence import Case
 from dtlab.checks.exercise import Exercise, Mistake
-from dtlab.checks.lab01_mistakes import CUT_MISTAKES, NODE_MISTAKES, ring_mistakes
+from dtlab.checks.lab01_cuts import CUT_MISTAKES
+from dtlab.checks.lab01_mistakes import NODE_MISTAKES, ring_mistakes
 from dtlab.checks.lab01_serial import FORBIDDEN, GATHER, REDUCE, SCATTER, in_s, leaving, sent, sent_bytes, total_bytes
 from dtlab.errors import ConfigError
 
@@ -98,12 +99,19 @@ def in_place(case, **functions):
 # exercise 1
 
 
+class _Alone(Case):
+    """A case whose rank is none of the learner's."""
+
+    def __str__(self):
+        return self.name
+
+
 def _cuts(rng):
     drawn = [(rng.randrange(20, 400), rng.randrange(3, 12)) for _ in range(8)]
     traps = [(7, 4), (10, 4), (5, 3), (6, 6), (5, 1), (1, 2), (3, 4), (1, 4), (0, 3)]
     tries = {"short lengths": [(8, 4), (10, 4), (3, 4)], "every length": [*traps, *drawn],
              "a length of 10**12": [(10**12 + rng.randrange(1, 1023), 1024)]}  # fmt: skip
-    return [Case(1, name, {"pairs": pairs}) for name, pairs in tries.items()]
+    return [_Alone(1, name, {"pairs": pairs}) for name, pairs in tries.items()]
 
 
 def _right_cuts(case):
@@ -114,7 +122,7 @@ def _right_cuts(case):
 
 
 def ring_traffic(*names):
-    """A rank sends the bytes of a ring, in no more messages than its steps."""
+    """A rank sends the bytes of a ring to its neighbours, in no more messages than its steps."""
     def over(case, recording):
         for rank in range(case.world_size):
             for name in names:
@@ -125,17 +133,22 @@ def ring_traffic(*names):
                 steps, messages = serial.steps_of(name, case), len(sent(recording, rank, name))
                 if messages > steps:
                     return f"rank {rank} sent {messages} messages in {name}, which has {steps} steps in all"
+                near = {(rank + way) % case.world_size for way in (1, -1)}
+                far = {to for to, _ in sent(recording, rank, name)} - near
+                if far:
+                    return f"rank {rank} sent to rank {min(far)} in {name}, which is none of its neighbours"
         return None
     return over
 
 
 def one_chunk(*names):
-    """A rank holds no more than one spare chunk beside its tensor."""
+    """A rank holds no more than one spare chunk beside its tensor, and none in an all-gather."""
     def over(case, recording):
         for rank in range(case.world_size):
-            held, chunk = serial.beside(names, case, recording, rank)
-            if held > chunk:
-                return f"at its peak rank {rank} held {held:,} bytes beside its tensors; one spare chunk has {chunk:,}"
+            held, may, _, name = serial.beside(names, case, recording, rank)
+            if held > may:
+                return (f"at its peak rank {rank} held {held:,} bytes beside the tensor in {name}, where {may:,} are "
+                        "enough")  # fmt: skip
         return None
     return over
 
@@ -164,17 +177,25 @@ def between_nodes(case, recording):
 
 
 def diagnose(case, diagnosis):
-    """On the rank: which letters are named rightly."""
-    if not isinstance(diagnosis, dict) or any(diagnosis.get(its) in (None, "", "?") for its in programs.LETTERS):
+    """On the rank: what is wrong about each letter's name, nothing if it is right."""
+    if not isinstance(diagnosis, dict):
         raise NotImplementedError("Exercise 1.5: give each letter one of the choices")
-    return {its: "named" if programs.is_right(its, diagnosis[its]) else f"not {diagnosis[its]!r}"
+    diagnosis = {its: programs.plain(diagnosis.get(its)) for its in programs.LETTERS}
+    if any(text in ("", "?") for text in diagnosis.values()):
+        raise NotImplementedError("Exercise 1.5: give each letter one of the choices")
+    return {f"program {its}": "" if programs.is_right(its, diagnosis[its]) else f"{_NOT}{diagnosis[its]!r}"
             for its in programs.LETTERS}  # fmt: skip
 
 
+_NOT = "another mistake than "
+
+
 def _misnamed(evidence, _):
-    letter, found = next((its, found) for its, found in evidence.results[0].items() if found != "named")
-    sign = programs.SIGNS.get(found[5:-1], f"That is none of the choices: {', '.join(programs.CHOICES)}.")
-    return f"program {letter} is something else. {sign} Look at its picture again."
+    program, found = next((its, found) for its, found in evidence.results[0].items() if found)
+    choice = found.removeprefix(_NOT).strip("'")
+    if choice not in programs.SIGNS:
+        return f"what you call {program} is none of the choices. They are: {', '.join(programs.CHOICES)}."
+    return f"{program} is something else. {programs.SIGNS[choice]} Look at its picture again."
 
 
 EXERCISES = (
@@ -195,8 +216,8 @@ EXERCISES = (
              references={"chunk_bounds": serial.bounds},
              hint="what is the least that node 1 must learn of node 0? Make that inside the node first"),
     Exercise("lab01.5", "six programs, seen from outside", ("diagnosis",),
-             lambda rng: [Case(1, "diagnosis", {"lengths": [7], "seed": 1})], diagnose,
-             lambda case: [dict.fromkeys(programs.LETTERS, "named")], minutes=10,
+             lambda rng: [_Alone(1, "diagnosis", {"lengths": [7], "seed": 1})], diagnose,
+             lambda case: [dict.fromkeys([f"program {its}" for its in programs.LETTERS], "")], minutes=10,
              draw=lambda case, *_: pictures.diagnosis(replace(case, world_size=4)),
              mistakes=(Mistake("another mistake", "{}", _misnamed),)),
 )  # fmt: skip

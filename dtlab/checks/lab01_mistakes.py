@@ -4,12 +4,12 @@ import torch
 from dtlab.checks import lab01_serial as serial
 from dtlab.checks.compare import collectives_used, difference, ratio
 from dtlab.checks.exercise import Mistake
+from dtlab.checks.lab01_cuts import BORROWED, failed
 from dtlab.checks.lab01_serial import (
     FORBIDDEN,
     GATHER,
     REDUCE,
     SCATTER,
-    cut_key,
     in_s,
     leaving,
     left_by,
@@ -19,61 +19,6 @@ from dtlab.checks.lab01_serial import (
     total_bytes,
     wrong_ranks,
 )
-
-# exercise 1
-
-
-def _cut_by(model):
-    """Whether all bounds are those of ``model``, and some of them wrong."""
-    def seen(evidence, expected):
-        if not wrong_ranks(evidence, expected):
-            return False
-        model_gives = {cut_key(*pair): model(*pair) for pair in evidence.case["pairs"]}
-        return difference(evidence.results[0], model_gives) is None
-    return seen
-
-
-def _ends_inside(length, size):
-    return [(start, end - 1) for start, end in serial.bounds(length, size)]
-
-
-def _sizes(length, size):
-    return [end - start for start, end in serial.bounds(length, size)]
-
-
-def _longer_last(length, size):
-    return [(length - end, length - start) for start, end in serial.bounds(length, size)][::-1]
-
-
-def _too_long(evidence, _):
-    return "10**12" in evidence.case.name and evidence.failed in ("raised", "died", "time")
-
-
-def _failed(kind, *words):
-    return lambda evidence, _: evidence.failed == kind and all(word in evidence.text for word in words)
-
-
-BORROWED = Mistake("borrowed", "dtlab.parallel has what this lab builds, and is closed here",
-                   _failed("raised", "dtlab.parallel is closed"))  # fmt: skip
-CUT_MISTAKES = (
-    BORROWED,
-    Mistake("remainder dropped", "every chunk has length // size elements, and the last length % size are in "
-            "no chunk. Lengths that the ranks divide never show it", _cut_by(serial.dropped)),
-    Mistake("rest in the last chunk", "the last chunk takes the whole remainder: of 7 elements on 4 ranks it has 4, "
-            "where 2 are the most that any rank needs to have. The ring waits for its longest chunk in every step",
-            _cut_by(serial.rest_last)),
-    Mistake("all chunks rounded up", "every chunk is as long as the longest until nothing is left, so the last ranks "
-            "get less than their share or nothing: 10 elements on 4 ranks need 3, 3, 2, 2", _cut_by(serial.rounded_up)),
-    Mistake("longer chunks last", "the sizes are right; the longer chunks are to come first, so that every rank means "
-            "the same chunk by its number", _cut_by(_longer_last)),
-    Mistake("last element inside", "each end is the last element inside the chunk. Here an end is one past it, as in "
-            "Python's slices: tensor[start:end]", _cut_by(_ends_inside)),
-    Mistake("sizes for bounds", "these are the sizes of the chunks; asked for are (start, end) of each",
-            _cut_by(_sizes)),
-    Mistake("too long to list", "this works for short lengths and makes something of `length` elements on the way. "
-            "Four bytes for each of 10**12 are 4 TB; bounds need a few whole numbers", _too_long),
-)  # fmt: skip
-
 
 # what shows a mistake
 
@@ -142,6 +87,23 @@ def _one_step_less(evidence, expected):
     return False
 
 
+def _no_second_half(evidence, expected):
+    """Whether every rank sent one half of the messages of an all-reduce, and has its own chunk right, no other."""
+    case, size = evidence.case, evidence.case.world_size
+    steps = steps_of(REDUCE, case)
+    messages = {len(sent(evidence.recording, rank, REDUCE)) for rank in range(size)}
+    if size < 2 or messages != {steps // 2}:
+        return False
+    for length in case["lengths"]:
+        key = serial.label(REDUCE, length)
+        for result, right in zip(evidence.results, expected):
+            whole = [difference(result[key][start:end], right[key][start:end]) is None
+                     for start, end in serial.bounds(length, size) if end > start]  # fmt: skip
+            if length >= size and sum(whole) != 1:
+                return False
+    return f"{steps // 2} messages from each rank in {REDUCE}, which has {steps} steps"
+
+
 def _misplaced(theirs, right):
     return not right.isnan().any() and difference(theirs.sort().values, right.sort().values) is None
 
@@ -190,16 +152,39 @@ def _one_step_more(*names):
     def test(case, recording):
         steps = {name: steps_of(name, case) for name in names}
         more = {name: len(sent(recording, 0, name)) - steps[name] for name in names}
-        return next((f"{steps[name] + more[name]} messages from rank 0 in {name}, {steps[name]} steps" for name in names
-                     if 0 < more[name] <= 2 * len(case["lengths"])), False)
+        return next((f"rank 0 sent {steps[name] + more[name]} messages in {name}, where {steps[name]} are enough"
+                     for name in names if 0 < more[name] <= 2 * len(case["lengths"])), False)
     return test
 
 
 def _spare(names, least):
     """Where a rank held at least so many chunks beside its tensor."""
     def test(case, recording):
-        held, chunk = max(serial.beside(names, case, recording, rank) for rank in recording.ranks)
-        return f"{held:,} bytes, where one chunk has {chunk:,}" if held >= least * chunk else False
+        held, may, chunk, _ = max(serial.beside(names, case, recording, rank) for rank in recording.ranks)
+        return f"{held:,} bytes, where one chunk has {chunk:,}" if held > may and held >= least * chunk else False
+    return test
+
+
+def _sums(names):
+    """Where that happened and a sum was put in a tensor of its own."""
+    def test(case, recording):
+        made = any(event.op in ("aten.add", "aten.sum") for event in recording.events[0])
+        return made and _spare(names, 1.5)(case, recording)
+    return test
+
+
+def _in_gather(case, recording):
+    held, _, _, name = max(serial.beside((GATHER,), case, recording, rank) for rank in recording.ranks)
+    return f"{held:,} bytes beside the tensor" if held > 0 else False
+
+
+def _to_everybody(*names):
+    def test(case, recording):
+        size = case.world_size
+        for name in names:
+            if size > 3 and {to for to, _ in sent(recording, 0, name)} == set(range(1, size)):
+                return f"in {name} rank 0 sent to {size - 1} ranks"
+        return False
     return test
 
 
@@ -219,17 +204,18 @@ MESSAGES = (
             "or each listens to the neighbour that it sends to", _all_in("recv")),
     Mistake("buffer in use", "a tensor is changed or read while a message still needs it, since nobody has awaited its "
             "handle. Elsewhere this gives wrong numbers on busy machines and right ones on quiet ones",
-            _failed("guard", "nobody has called wait()")),
+            failed("guard", "nobody has called wait()")),
     Mistake("handle never awaited", "a handle was dropped without wait(), so nothing says that its message is through. "
             "Where gloo gives it up with its handle, the neighbour waits for ever; elsewhere a test mostly passes",
-            _failed("guard", "dropped a handle")),
+            failed("guard", "dropped a handle")),
     Mistake("buffer that does not fit", "what one rank sends is not what the other makes room for. Chunks differ by "
             "one element where the ranks do not divide the length, and a new tensor is float32 unless told otherwise",
-            _failed("guard", "same number of elements")),
+            failed("guard", "same number of elements")),
     Mistake("n = 1 forgotten", "a single rank has nobody to talk to: a ring of one has no steps, and the tensor is the "
             "sum already", _only_at(1)),
-    Mistake("powers of two only", "it passes on 4 ranks and not on 3, so something holds for powers of two only: a "
-            "partner by ^, a neighbour by &, halves of halves", _only_at(3)),
+    Mistake("not on 3 ranks", "it passes on 4 ranks and not on 3. Either something is made for 4 ranks: WORLD_SIZE is "
+            "4 in this notebook, and world_size is how many ranks there are; or for powers of two: a partner by ^, a "
+            "neighbour by &, halves of halves", _only_at(3)),
     Mistake("neighbour by rank ^ 1", "each rank talks to one partner only, rank ^ 1. On two ranks that is the "
             "neighbour on both sides, so it passes there; on four it makes two pairs that never meet", _in_pairs),
 )  # fmt: skip
@@ -252,6 +238,8 @@ VALUES = (
             "as the longest, the last ones short or empty", left_by(cuts=serial.rounded_up)),
     Mistake("another chunk finished", "each rank finishes a chunk, and not its own: rank r is to end with chunk r, and "
             "here it ends with another one. The ring is right and starts one chunk too far", _other_chunk),
+    Mistake("second half missing", "each rank has finished one chunk, and the others never came: {}. After the "
+            "reduce-scatter the finished chunks go round, as in ring_all_gather", _no_second_half),
     Mistake("one step short", "a step is missing: {}. A finished chunk lacks the part of one rank, or a rank lacks one "
             "finished chunk. n ranks need n - 1 steps in each half", _one_step_less),
     *(Mistake("another chunk first", "the second half starts with a chunk that is not finished on its rank: rank r has "
@@ -283,11 +271,21 @@ def _spending(*names):
         Mistake("one step too many", "the values are right, and there is one step too many: {}. n ranks need n - 1 "
                 "steps in each half; what the last one brings is not used, and costs 1/n S",
                 _spends(_one_step_more(*names))),
+        Mistake("straight to everybody", "the values are right, and this is no ring: {}. Asked for is a ring, where a "
+                "rank sends to one neighbour, who hands on what it got: then only links between neighbours are used",
+                _spends(_to_everybody(*names))),
+        *(Mistake("spare chunk in the second half", "the values are right, and ring_all_gather needs no spare chunk: "
+                  "{}. What comes in is finished, so it can be received right into its place", _spends(_in_gather))
+          for name in names if name == GATHER),
         Mistake("a second tensor", "the values are right, and beside the tensor there is as much again: {}. No copy of "
                 "the whole is needed: what comes in is added at once, to a chunk that is still to be sent",
                 _spends(_spare(names, 3))),
-        Mistake("two spare chunks", "the values are right, and two spare chunks live at once: {}. A name in a loop "
-                "keeps the old tensor until the new one is made", _spends(_spare(names, 1.5))),
+        Mistake("a sum beside the spare chunk", "the values are right, and there is more than the spare chunk beside "
+                "the tensor: {}. The right side of part = part + received makes another tensor; part += received adds "
+                "in place", _spends(_sums(names))),
+        Mistake("two spare chunks", "the values are right, and more than one spare chunk is there at once: {}. Look "
+                "for a new tensor in each step (its name in a loop keeps the old one until the new one is made), or "
+                "for a copy of what is sent", _spends(_spare(names, 1.5))),
     )  # fmt: skip
 
 
@@ -322,8 +320,8 @@ def _own_half(theirs, right):
     return len(right) > 1 and any(one.all() and not two.any() for one, two in (halves, halves[::-1]))
 
 
-def _all_but_last(theirs, right):
-    return len(right) > 1 and difference(theirs[:-1], right[:-1]) is None
+def _one_left_out(theirs, right):
+    return len(right) > 1 and len(right) % 2 and (~torch.isclose(theirs, right, rtol=1e-10, atol=1e-12)).sum() == 1
 
 
 NODE_MISTAKES = (
@@ -337,8 +335,8 @@ NODE_MISTAKES = (
             _wrong_on((1, 3), (0, 2))),
     Mistake("half a sum", "every rank has one half of the sum right, its own, and never got the other half from its "
             "neighbour in the node", _wrong_values(_own_half)),
-    Mistake("remainder dropped", "the last element takes no part: an odd length has no two halves of one size",
-            _wrong_values(_all_but_last)),
+    Mistake("remainder dropped", "one element takes no part: an odd length has no two halves of one size, and twice "
+            "length // 2 leaves one out", _wrong_values(_one_left_out)),
     *VALUES[-2:],
     Mistake("flat ring", "the values are right, and {}. A ring crosses the border between the nodes with every chunk "
             "that is on its way; sums of a whole node would cross once", _spends(_left_nodes(1.1, 1.9))),

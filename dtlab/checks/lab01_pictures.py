@@ -9,7 +9,6 @@ from dtlab.checks import lab01_serial as serial
 from dtlab.errors import HangError
 from dtlab.plots.holdings import cut_bars, holdings, traffic
 from dtlab.plots.svg import document, label
-from dtlab.plots.timeline import timeline
 from dtlab.plots.twin import twin
 
 _WIDTH = 650
@@ -34,7 +33,7 @@ def cuts(case, expected, evidence):
     try:
         yours = drawn(evidence.results[0]) if evidence.results else cut_bars(None, _WORDS.get(evidence.failed, ""))
     except (TypeError, ValueError, KeyError):
-        yours = cut_bars(None, "no pairs (start, end)")
+        yours = cut_bars(None, "no list of pairs (start, end)")
     return _beside([("target", drawn(expected[0]), "yours", yours)], "Chunks for 4 ranks, as start:end")
 
 
@@ -54,7 +53,7 @@ def ring(case, expected, evidence):
         else:
             yours = holdings(None, _WORDS.get(evidence.failed, ""))
         pairs.append((f"{name}, target", target, "yours", yours))
-    return _beside(pairs, f"{case}: the parts in each chunk (sum of 3: all of chunk 3)")
+    return _beside(pairs, f"{case}: the parts in each chunk (sum of 3: all of chunk 3; sum+0: all, and 0 once more)")
 
 
 def _shares(spent, case):
@@ -85,8 +84,12 @@ def _parts_in(theirs, parts, rank):
         if np.allclose(sum(count * part for count, part in zip(counts, parts)), theirs, rtol=1e-9, atol=1e-9):
             own = [number == rank for number in range(len(parts))]
             state = "finished" if set(counts) == {1} else "own" if list(counts) == own else "partial"
-            text = "+".join(str(number) for number, count in enumerate(counts) for _ in range(count)) or "zero"
-            return (f"{text[:7]}..." if len(text) > 9 else text), state
+            whole = min(counts)  # how often all parts are in
+            if sum(counts) == whole * len(counts):
+                whole = max(0, whole - 1)
+            rest = [str(number) for number, count in enumerate(counts) for _ in range(count - whole)]
+            text = "+".join(["sum" if whole == 1 else f"{whole} sum"] * bool(whole) + rest) or "zero"
+            return (text if len(text) < 9 else f"{sum(counts)} parts"), state
     return "other", ""
 
 
@@ -107,20 +110,22 @@ def diagnosis(case):
     """Each program: what the ranks hold, what they sent, and when."""
     seen = _programs_seen(case)
     until_s = max(its.step_time_s for *_, its in seen.values() if its)
+    _, right, mine = seen["right"]
     pictures, titles = [], []
     for letter, (held, facts, its) in seen.items():
         titles.append("The right program" if letter == "right" else f"Program {letter}")
         if held:
             table = _table(case, held, lambda length, _: [(place, place + 1) for place in range(length)])
-            pictures.append(holdings(table, foot=facts, column="place", width=_WIDTH, tall=24))
+            table = [[("sum", state) if state == "finished" else (text, state) for text, state in row] for row in table]
+            foot = facts if letter == "right" else f"{facts} (right: {right})"
+            pictures.append(holdings(table, foot=f"sent by each rank: {foot}", column="place", width=_WIDTH - 226,
+                                     tall=19, times=(its, until_s, mine.step_time_s)))  # fmt: skip
         else:
             lines = [label(4, 18 + 18 * number, line, size=13) for number, line in enumerate(facts.splitlines())]
             pictures.append(document(lines, width=_WIDTH, height=18 * len(lines) + 8, title="", text=facts))
-        if its:
-            titles.append("replayed on 8 H100:")
-            pictures.append(timeline(its, until_s=until_s, communication=False))
-    return twin(pictures, titles, caption="What each rank holds afterwards (whose parts are added up at each place), "
-                                          "what it sent, and when")  # fmt: skip
+    return twin(pictures, titles, caption="Left: whose parts are added up at each place (sum: all four; sum+0: and 0 "
+                "once more). Right, replayed on 8 H100: green, messages of the rank are under way; grey, it computes "
+                "or starts calls; white, it waits. The line: where the right program ends")  # fmt: skip
 
 
 def _programs_seen(case):
@@ -139,6 +144,6 @@ def _programs_seen(case):
                 continue
             spent = [serial.sent_bytes(recording, rank) for rank in recording.ranks]
             its = replay(recording, Hardware.preset("8xH100"))
-            facts = f"sent by each rank: {_shares(spent, case)}; replayed: {its.step_time_s * 1e6:.0f} us"
+            facts = f"{_shares(spent, case)}; {its.step_time_s * 1e6:.0f} us"
             seen[letter] = [result.numpy() for result in recording.results], facts, its
     return seen

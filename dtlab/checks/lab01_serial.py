@@ -212,16 +212,23 @@ def ring_bytes(name, case, rank):
 
 
 def beside(names, case, recording, rank):
-    """``(most bytes that a rank held beside the tensors, those of the longest chunk)``."""
-    tensors = most = spare = 0
-    for length in case["lengths"]:
+    """What a rank held at once beside the tensor it was given, in the call that held most beyond what it may.
+
+    Returns ``(held, allowed, those of the longest chunk, name of the function)``, all but the last in bytes.
+    """
+    calls = sorted((event.start_s, event.end_s, event.op) for event in recording.events[rank]
+                   if event.kind == "phase" and event.op in names)  # fmt: skip
+    found, lengths = [], {name: iter(case["lengths"]) for name in names}
+    for start_s, end_s, name in calls:
+        length = next(lengths[name])
+        live = most = before = 0
+        for event in recording.events[rank]:
+            if event.kind in ("alloc", "free") and event.start_s <= end_s:
+                live += event.bytes if event.kind == "alloc" else -event.bytes
+                before, most = (live, live) if event.start_s < start_s else (before, max(most, live))
         longest = ITEM_BYTES * -(-length // case.world_size)
-        for name in names:
-            tensors += ITEM_BYTES * length
-            allowed = 0 if name == GATHER else longest
-            if tensors + allowed >= most:
-                most, spare = tensors + allowed, allowed
-    return int(recording.memory().peak[rank]) - most + spare, spare
+        found.append((most - before - ITEM_BYTES * length, 0 if name == GATHER else longest, longest, name))
+    return max(found, key=lambda its: its[0] - its[1])
 
 
 def steps_of(name, case):

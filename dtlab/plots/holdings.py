@@ -4,9 +4,10 @@ from dtlab.plots.svg import COLOURS, document, label, line
 WIDTH = 318
 _LOOKS = {"finished": COLOURS["communication"], "partial": "#B2E2D5", "own": COLOURS["paper"]}
 _LEFT, _TALL, _GREY = 52, 34, "#767676"
+_STRIP = 210  # units; a timeline beside a table
 
 
-def holdings(table, words="", *, foot="", column="chunk", width=WIDTH, tall=_TALL):
+def holdings(table, words="", *, foot="", column="chunk", width=WIDTH, tall=_TALL, times=None):
     """Draw a table of ranks and chunks.
 
     Args:
@@ -15,6 +16,8 @@ def holdings(table, words="", *, foot="", column="chunk", width=WIDTH, tall=_TAL
         foot: a line below.
         column: what a column is.
         width, tall: of the picture, and of a row (units).
+        times: ``(Timeline, seconds that the width stands for, seconds at which a line is drawn)``: a strip at the right
+            of each row, grey where the rank works, coloured where it has messages under way, white where it waits.
     """
     if table is None:
         return _empty(words)
@@ -30,7 +33,25 @@ def holdings(table, words="", *, foot="", column="chunk", width=WIDTH, tall=_TAL
     bottom = 22 + len(table) * tall
     parts.append(label(4, bottom + 18, foot, size=13))
     said = "; ".join(f"rank {rank}: {', '.join(text for text, _ in row)}" for rank, row in enumerate(table))
-    return document(parts, width=width, height=bottom + 26, title="What each rank holds", text=f"{said}. {foot}")
+    text = f"{said}. {foot}"
+    if times:
+        parts += _strips(*times, width + 16, bottom, tall)
+        width, text = width + 16 + _STRIP, f"{text}\n{times[0]!r}"
+    return document(parts, width=width, height=bottom + 26, title="What each rank holds", text=text)
+
+
+def _strips(timeline, until_s, mark_s, x, bottom, tall):
+    """What the ranks do over time, in the rows of a table."""
+    unit = (_STRIP - 4) / until_s
+    parts = [label(x, 14, f"0 to {timeline.step_time_s * 1e6:.0f} us", size=13)]
+    boxes = [box for box in timeline.boxes if box.kind != "idle"]
+    for box in sorted(boxes, key=lambda its: its.kind == "compute"):
+        y = 22 + box.lane.rank * tall + 3
+        fill = COLOURS["communication"] if box.lane.channel else "#BBBBBB"
+        parts.append(f'<rect x="{x + (box.start_s - timeline.start_s) * unit:.1f}" y="{y}" '
+                     f'width="{(box.end_s - box.start_s) * unit:.1f}" height="{tall - 6}" fill="{fill}"/>')  # fmt: skip
+    parts += [line(x, y, x + timeline.step_time_s * unit, y, width=0.5) for y in range(22, bottom + 1, tall)]
+    return [*parts, line(x + mark_s * unit, 18, x + mark_s * unit, bottom + 4, width=2)]
 
 
 def cut_bars(cuts, words=""):

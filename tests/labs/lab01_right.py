@@ -208,3 +208,8 @@ def two_node_all_reduce(tensor):
 # %% lab01.5: all named
 diagnosis = {"B": "whole tensors sent", "A": "joined in order of arrival", "C": "one neighbour after the other",
              "D": "remainder dropped", "F": "adds in the second half", "E": "all send first"}
+
+
+# %% lab01.5: all named, with a capital and blanks
+diagnosis = {"B": "Whole tensors sent", "A": "Joined in order of arrival ", "C": "one neighbour  after the other",
+             "D": "remainder dropped", "F": "adds in the second half", "E": "ALL SEND FIRST"}

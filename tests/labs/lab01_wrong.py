@@ -84,6 +84,18 @@ def chunk_bounds(length, size):
     return theirs(length, size)
 
 
+# %% lab01.1: longer chunks not first
+def chunk_bounds(length, size):
+    return [(i * length // size, (i + 1) * length // size) for i in range(size)]
+
+
+# %% lab01.1: no list
+def chunk_bounds(length, size):
+    least, more = divmod(length, size)
+    starts = [i * least + min(i, more) for i in range(size + 1)]
+    return zip(starts, starts[1:])
+
+
 # %% lab01.2: all send first
 def ring_reduce_scatter(tensor):
     n = world_size
@@ -198,7 +210,7 @@ def ring_reduce_scatter(tensor):
             break
 
 
-# %% lab01.2: powers of two only
+# %% lab01.2: not on 3 ranks
 def ring_reduce_scatter(tensor):
     n = world_size
     right, left = (rank + 1) & (n - 1), (rank - 1) & (n - 1)
@@ -371,6 +383,43 @@ def ring_reduce_scatter(tensor):
         w = dist.isend(out, (rank+1) % world_size)
         dist.recv(b[:len(into)], (rank-1) % world_size); w.wait(); into += b[:len(into)]
     c[rank].div_(world_size)
+
+
+# %% lab01.2: not on 3 ranks (WORLD_SIZE for world_size)
+WORLD_SIZE = 4
+
+
+def ring_reduce_scatter(tensor):
+    n = WORLD_SIZE
+    chunks = [tensor[start:end] for start, end in chunk_bounds(len(tensor), n)]
+    spare = torch.empty_like(chunks[0])
+    for step in range(n - 1):
+        mine, theirs = chunks[(rank - step - 1) % n], chunks[(rank - step - 2) % n]
+        received = spare[: len(theirs)]
+        exchange(mine, (rank + 1) % n, received, (rank - 1) % n)
+        theirs += received
+
+
+# %% lab01.2: a sum beside the spare chunk
+def ring_reduce_scatter(tensor):
+    n = world_size
+    bounds = chunk_bounds(len(tensor), n)
+    spare = torch.empty(bounds[0][1], dtype=tensor.dtype)
+    for step in range(n - 1):
+        a, b = bounds[(rank - step - 1) % n]
+        c, d = bounds[(rank - step - 2) % n]
+        exchange(tensor[a:b], (rank + 1) % n, spare[: d - c], (rank - 1) % n)
+        tensor[c:d] = tensor[c:d] + spare[: d - c]
+
+
+# %% lab01.2: straight to everybody
+def ring_reduce_scatter(tensor):
+    n = world_size
+    chunks = [tensor[start:end] for start, end in chunk_bounds(len(tensor), n)]
+    spare = torch.empty_like(chunks[rank])
+    for step in range(1, n):
+        exchange(chunks[(rank + step) % n], (rank + step) % n, spare, (rank - step) % n)
+        chunks[rank] += spare
 
 
 # %% lab01.3: order of arrival
@@ -552,7 +601,7 @@ def ring_all_reduce(tensor):
     all_gather(tensor)
 
 
-# %% lab01.3: powers of two only
+# %% lab01.3: not on 3 ranks
 def ring_all_gather(tensor):
     n = world_size
     chunks = [tensor[start:end] for start, end in chunk_bounds(len(tensor), n)]
@@ -573,6 +622,44 @@ def ring_all_gather(tensor):
         dist.recv(c[(rank-k-1) % world_size], (rank-1) % world_size); w.wait()
 def ring_all_reduce(tensor):
     ring_reduce_scatter(tensor); ring_all_gather(tensor); tensor /= world_size
+
+
+# %% lab01.3: spare chunk in the second half
+def ring_all_gather(tensor):
+    n = world_size
+    chunks = [tensor[start:end] for start, end in chunk_bounds(len(tensor), n)]
+    spare = torch.empty_like(chunks[0])
+    for step in range(n - 1):
+        mine, theirs = chunks[(rank - step) % n], chunks[(rank - step - 1) % n]
+        exchange(mine, (rank + 1) % n, spare[: len(theirs)], (rank - 1) % n)
+        theirs.copy_(spare[: len(theirs)])
+
+
+def ring_all_reduce(tensor):
+    ring_reduce_scatter(tensor)
+    ring_all_gather(tensor)
+
+
+# %% lab01.3: second half missing
+def ring_all_gather(tensor):
+    all_gather(tensor)
+
+
+def ring_all_reduce(tensor):
+    ring_reduce_scatter(tensor)
+
+
+# %% lab01.3: straight to everybody
+def ring_all_gather(tensor):
+    n = world_size
+    chunks = [tensor[start:end] for start, end in chunk_bounds(len(tensor), n)]
+    for step in range(1, n):
+        exchange(chunks[rank], (rank + step) % n, chunks[(rank - step) % n], (rank - step) % n)
+
+
+def ring_all_reduce(tensor):
+    ring_reduce_scatter(tensor)
+    ring_all_gather(tensor)
 
 
 # %% lab01.4: flat ring
@@ -705,6 +792,18 @@ def two_node_all_reduce(tensor):
     tensor /= 4
 
 
+# %% lab01.4: remainder dropped (the middle is lost)
+def two_node_all_reduce(tensor):
+    h = len(tensor) // 2
+    halves = [tensor[:h], tensor[len(tensor) - h:]]
+    mine, other = halves[rank % 2], halves[1 - rank % 2]
+    received = torch.empty_like(mine)
+    for partner, given in ((rank ^ 1, other), (rank ^ 2, mine)):
+        exchange(given, partner, received, partner)
+        mine += received
+    exchange(mine, rank ^ 1, other, rank ^ 1)
+
+
 # %% lab01.5: another mistake
 diagnosis = {"A": "joined in order of arrival", "B": "whole tensors sent", "C": "nothing wrong",
              "D": "remainder dropped", "E": "all send first", "F": "adds in the second half"}
@@ -717,3 +816,8 @@ diagnosis = {"A": "adds in the second half", "B": "whole tensors sent", "C": "on
 
 # %% lab01.5: another mistake (no choice)
 diagnosis = dict.fromkeys("ABCDEF", "it is slow")
+
+
+# %% lab01.5: another mistake (no such choice)
+diagnosis = {"B": "whole tensors sent", "A": "joined in a wrong order", "C": "one neighbour after the other",
+             "D": "remainder dropped", "F": "adds in the second half", "E": "all send first"}
