@@ -7,6 +7,7 @@ from dtlab.checks.lab02_buckets import (
     BRANCH,
     bucket_cases,
     calls,
+    last_passes,
     listed,
     mean_gradients,
     overlap_cases,
@@ -19,7 +20,7 @@ from dtlab.checks.lab02_buckets import (
     train_spec,
     waits_late,
 )
-from dtlab.checks.lab02_programs import CHOICES, LETTERS, SIGNS, Net, flat, is_right, moved, times, trained
+from dtlab.checks.lab02_programs import CHOICES, CLOCKS, LETTERS, SIGNS, Net, flat, is_right, moved, times, trained
 from dtlab.checks.lab02_start import BORROWED, START, failed, when
 from dtlab.checks.lab02_tokens import WEIGH
 
@@ -114,8 +115,30 @@ def _not_written(evidence, expected):
 
 
 def _larger(case, found):
+    right, allowed = sizes(case), case["bucket_bytes"]
+    steps = len(case["batches"])
+    return sum(found) == sum(right) * steps and len(found) < len(right) * steps and (
+        f"bucket_bytes is {allowed}, and buckets of {listed(found[: len(found) // steps])} bytes were sent")
+
+
+def _otherwise(case, found):
     right = sizes(case) * len(case["batches"])
-    return sum(found) == sum(right) and len(found) < len(right) and f"{len(found)} calls where {len(right)} do"
+    return found != right and sum(found) == sum(right) and f"bucket_bytes is {case['bucket_bytes']}"
+
+
+def _inside_no_sync(evidence, _expected):
+    """How many all_reduces of rank 0 start in a micro-batch that only adds up."""
+    number, found, count = 0, 0, evidence.case["micro_batches"]
+    for e in evidence.recording.events[0]:
+        number += e.op == "sleep" and e.phase.get("name") == "forward"
+        found += e.kind == "issue" and number > 0 and (number - 1) // CLOCKS % count < count - 1
+    return bool(found) and f"{found} all_reduces of rank 0 start"
+
+
+def _stuck(evidence, _expected):
+    """The hooks send in the step before an exception inside no_sync, and not in the one after it."""
+    its = [before for rank, before in last_passes(evidence.case, evidence.recording) if rank == 0]
+    return evidence.case["interrupted"] and "i" in its[0] and "i" not in its[1]
 
 
 def _only_later(evidence, expected):
@@ -144,9 +167,12 @@ COMMON = (
         "the ranks' buckets hold different parameters, so that their calls do not fit. What goes into which bucket,"
         " and the order of the buckets, must not depend on which gradients arrive.",
         failed("guard", says=SIZES_DIFFER)),
+    Mistake("forgets missing gradients",
+        "finish meets a .grad that is None: this rank got no gradient for that parameter. It sends zeros for it, and "
+        "takes the mean of the others all the same.", failed("raised", says=r"(?s)NoneType.*, in finish\b()")),
     Mistake("hook before accumulation",
-        "a gradient is read by a hook that runs before it stands in .grad, which is still None then.",
-        failed("raised", says="NoneType")),
+        "a hook reads a .grad that is still None. If it is its own parameter's, the hook runs before the gradient "
+        "stands there; if it is another's, that one has not arrived.", failed("raised", says="NoneType")),
     Mistake("sum for mean",
         "every gradient is {}x the right one, the number of ranks: the sum over the ranks instead of their mean. On"
         " one rank both are the same.", _factor(lambda case: case.world_size)),
@@ -163,6 +189,9 @@ COMMON = (
     Mistake("reduces every micro-batch",
         "{}: the buckets go out after each micro-batch. The values may come out right: only the bytes tell for "
         "sure.", _calls_are(_each_micro_batch)),
+    Mistake("no_sync without effect",
+        "no_sync had no effect: {} inside it, where none is due. What later micro-batches add is not in what was sent.",
+        when(_inside_no_sync)),
     Mistake("forgets what no_sync added up",
         "{}: a parameter that the last micro-batch does not use has a gradient all the same, from the ones before. "
         "It is in .grad, and was counted as zero.", when(_added_up)),
@@ -178,8 +207,8 @@ COMMON = (
         "there was one from an earlier pass, that one was sent.",
         _equal_to(lambda case, model, _: mean_gradients(case, model, 0, slice(None, -1)), partly=True)),
     Mistake("state of the last step",
-        "the first step is right, the second is not ({}): something of the first one is still there, full buckets "
-        "or a count. A test of one step never sees it.", when(_only_later)),
+        "the first step is right, the second is not ({}): it starts with what the first one left, such as full "
+        "buckets or a count. A test of one step never sees it.", when(_only_later)),
     Mistake("bucket never flushed",
         "{} all_reduces were called: what is left at the end of backward in a bucket that is not full was not sent."
         " When the sizes happen to fit, nothing is left.", _calls_are(_never_flushed)),
@@ -190,8 +219,8 @@ COMMON = (
         "every rank still has its own gradient when finish returns, though the mean is under way: the step uses a "
         "stale one. The replicas drift apart from now on.", _equal_to(_own)),
     Mistake("buckets too large",
-        "{}: all is sent, in larger buckets than planned. bucket_bytes counts bytes, and a float64 has 8.",
-        _calls_are(_larger)),
+        "{}: all is sent, in larger buckets than planned. A parameter that would make a bucket larger begins the "
+        "next one; bytes are counted, and a float64 has 8.", _calls_are(_larger)),
     Mistake("sent in order of arrival",
         "the buckets leave in the order in which they happen to become full: {}. Here all ranks agree by luck. A "
         "rank that lacks a gradient would call for another bucket than the others.", _calls_are(_by_arrival)),
@@ -202,6 +231,9 @@ COMMON = (
         "the buckets are planned from the first parameter on. Backward starts with the last one: the first bucket "
         "is full only at the end, and the others wait behind it.",
         _calls_are(lambda case, found: found == sizes(case, False) * len(case["batches"]))),
+    Mistake("buckets planned otherwise",
+        "all is sent, and the buckets are others than planned. {}: a parameter begins the next bucket only if it "
+        "would make this one larger than that.", _calls_are(_otherwise)),
 )  # fmt: skip
 LATE = Mistake("sends after backward",
     "the values and the bytes are right, but the first bucket leaves only when backward has ended. No value shows "
@@ -210,6 +242,9 @@ LATE = Mistake("sends after backward",
 WAITS = Mistake("waits inside backward",
     "the buckets leave early, but backward waits for each of them: {}. Start them there, wait for them in finish.",
     when(lambda evidence, _: waits_late(evidence.case, evidence.recording)))  # fmt: skip
+STUCK = Mistake("stays in no_sync after an exception",
+    "an exception left no_sync, and in the step after it the hooks still send nothing during backward. What no_sync "
+    "changes it has to restore then too: try ... finally.", when(_stuck))  # fmt: skip
 
 BUCKETS = Exercise(
     "lab02.3", "gradients travel in planned buckets, also those that are not there", ("Buckets",), bucket_cases, train,
@@ -221,31 +256,35 @@ OVERLAP = Exercise(
     "lab02.4", "one reduction a step, under way while backward computes", ("OverlappedBuckets",), overlap_cases, train,
     train_spec, budget=(planned, starts_early, waits_late), minutes=20,
     draw=pictures.overlap, hint="In which of the micro-batches may a hook send, and what does .grad hold at that time?",
-    mistakes=(*COMMON, LATE, WAITS))  # fmt: skip
+    mistakes=(STUCK, *COMMON, LATE, WAITS))  # fmt: skip
 
 
 # 5, diagnose
 
 
 def diagnose(case, diagnosis):
-    """On the rank: which letters are named rightly."""
+    """On the rank: what is wrong about each letter's name, nothing if it is right."""
     if not isinstance(diagnosis, dict) or any(diagnosis.get(letter) in (None, "", "?") for letter in LETTERS):
         raise NotImplementedError("Exercise 2.5: fill in one of the choices for each letter")
-    return {its: "named" if is_right(its, diagnosis[its]) else f"not {diagnosis[its]}" for its in LETTERS}
+    return {f"program {its}": "" if is_right(its, diagnosis[its]) else f"{_NOT}{diagnosis[its]!r}" for its in LETTERS}
+
+
+_NOT = "another mistake than "
 
 
 def _misnamed(evidence, _expected):
-    for letter, found in evidence.results[0].items():
-        choice = found.removeprefix("not ")
-        if found != "named":
+    for program, found in evidence.results[0].items():
+        choice = found.removeprefix(_NOT).strip("'")
+        if found:
             sign = SIGNS.get(choice, f"{choice!r} is none of the choices: {', '.join(CHOICES)}")
-            return f"{letter} is something else. {sign}"
+            return f"{program} is something else. {sign}"
     return False
 
 
 DIAGNOSE = Exercise(
     "lab02.5", "six programs, seen from outside", ("diagnosis",),
-    lambda rng: [Case(1, "diagnosis", {})], diagnose, lambda case: [dict.fromkeys(LETTERS, "named")], minutes=10,
+    lambda rng: [Case(1, "diagnosis", {})], diagnose,
+    lambda case: [dict.fromkeys([f"program {its}" for its in LETTERS], "")], minutes=10,
     draw=pictures.programs_picture, mistakes=(Mistake("another mistake",
         "{}", when(_misnamed)),))  # fmt: skip
 

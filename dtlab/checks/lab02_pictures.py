@@ -69,13 +69,16 @@ def weigh(case, expected, evidence):
                      if evidence.recording else 0)
     shown = lambda numbers, form: [form(number) if number == number and (evidence.results or not row) else "?"
                                    for row, number in enumerate(numbers)]
-    gradient = Panel("gradient", [v if v == v else 0.0 for v in values], shown(values, lambda v: f"{v:.3g}"),
-                     [(0, "0"), (2, "2"), (4, "4"), (6, "6"), (8, "8")])
+    wrong = [row for row, value in enumerate(values) if not abs(value - values[0]) < 1e-9]
+    gradient = Panel("the weight's .grad", [v if v == v else 0.0 for v in values], shown(values, lambda v: f"{v:.3g}"),
+                     [(0, "0"), (2, "2"), (4, "4"), (6, "6"), (8, "8")], hollow=wrong)
     sent = Panel("bytes in calls", moved, shown(moved, lambda v: f"{'<= ' if v == 72 else ''}{v:,}"),
-                 [(0, "0"), (50, "50"), (100, "100")])
-    foot = _state(evidence) or "rank 0: one token of gradient 1; rank 1: three of gradient 5"
-    return bars(rows, [gradient, sent], marked=0, foot=foot, title="The gradient on each rank",
-                text=f"target {values[0]:.4g}; yours {_state(evidence) or values[1:]}")
+                 [(0, "0"), (50, "50"), (100, "100")], hollow=[row for row, its in enumerate(moved) if its > moved[0]])
+    foot = _state(evidence) or ("filled: as the target; outline only: not" if wrong else "every rank has the target's")
+    drawn = bars(rows, [gradient, sent], marked=0, foot=foot, title="The gradient on each rank",
+                 text=f"target {values[0]:.4g}; yours {_state(evidence) or values[1:]}")
+    return stack([("One weight. Rank 0: one token of gradient 1; rank 1: three of gradient 5", drawn)],
+                 title="The gradient on each rank")
 
 
 # 3: calls, a row each
@@ -133,7 +136,11 @@ def overlap(case, expected, evidence):
     shown = [timeline(drawn, until_s=until_s) if drawn else _state(its)
              for drawn, its in zip(lines, (target, evidence))]
     return stack([("target: micro-batch 1 adds up, micro-batch 2 sends meanwhile", shown[0]),
-                  ("yours", shown[1])], title="Timelines of a step")  # fmt: skip
+                  ("yours", shown[1]), ("", _lane(case.world_size))], title="Timelines of a step")  # fmt: skip
+
+
+def _lane(size):
+    return f"Row 0-{size - 1} default_pg: calls of ranks 0 to {size - 1}, all there are (torch's default process group)"
 
 
 def _from_first_layer(recording):
@@ -201,6 +208,7 @@ def programs_picture(case, expected, evidence):
         rows.append((f"program {letter}" if len(letter) == 1 else "the right program",
                      document(parts, width=_WIDTH, height=90, title="", text="; ".join(facts))))
         rows.append(("", timeline(its.lines, ranks=[0], until_s=until_s)))
+    rows.append(("", _lane(4)))
     return stack(rows, title="Six programs and the right one")
 
 

@@ -149,6 +149,26 @@ def _batches(step):
             for its in batches]
 
 
+class _Early:
+    """Sends gradients during backward, two at a time, and leaves .grad as it is."""
+
+    def __init__(self, model):
+        self.sends, self.waiting, self.works = False, [], []
+        for parameter in trained(model).values():
+            parameter.register_post_accumulate_grad_hook(self.arrived)
+
+    def arrived(self, parameter):
+        self.waiting += [parameter.grad] * self.sends
+        if len(self.waiting) == 2:
+            self.works.append(dist.all_reduce(flat(self.waiting), async_op=True))
+            self.waiting = []
+
+    def wait(self):
+        for work in self.works:
+            work.wait()
+        self.works = []
+
+
 def observed(letter, steps=STEPS, backward_s=0.0):
     """On a rank: train with the program of a letter.
 
@@ -166,7 +186,9 @@ def observed(letter, steps=STEPS, backward_s=0.0):
     if choice == "no broadcast":
         nn.utils.vector_to_parameters(own, model.parameters())
     optimizer = torch.optim.SGD(trained(model).values(), lr=0.3)
+    early = _Early(model) if choice == "steps before wait" else None
     losses, used, before = [], None, flat(model.parameters())
+    dist.barrier()
     for step in range(steps):
         batches, sums = _batches(step), []
         total = sum(int((targets != -100).sum()) for its in batches for _, targets in its)
@@ -175,17 +197,16 @@ def observed(letter, steps=STEPS, backward_s=0.0):
         factor = {"sum for mean": size, "averaged twice": 1 / size}.get(choice, 1)
         for number, batch in enumerate(batches[me]):
             adds_up = number < MICRO_BATCHES - 1 and choice != "reduces every micro-batch"
-            with ddp.no_sync() if adds_up or choice == "steps before wait" else contextlib.nullcontext():
+            if early:
+                early.sends = not adds_up
+            with ddp.no_sync() if adds_up or early else contextlib.nullcontext():
                 loss_sum, _ = token_loss(ddp, batch)
                 (factor * loss_sum / divisor).backward()
             sums.append(loss_sum.item())
         used = flat(gradients(model).values()) if used is None else used
-        if choice == "steps before wait":
-            works = [dist.all_reduce(flat([p.grad]), async_op=True) for p in trained(model).values()]
-            optimizer.step()
-            [work.wait() for work in works]
-        else:
-            optimizer.step()
+        optimizer.step()
+        if early:
+            early.wait()
         optimizer.zero_grad()
         losses.append((sum(sums), mine))
     return losses, used, before, flat(model.parameters())

@@ -131,7 +131,13 @@ def _has_nan(evidence, expected):
 def _every_micro_batch(evidence, expected):
     spent, allowed = moved(evidence.recording, 0), _gradient_bytes(evidence.case)
     most = max(map(len, evidence.case["batches"]))
-    return most > 1 and spent >= (most - 0.5) * allowed and f"{spent / allowed:.2f} times the bytes of the gradients"
+    return most > 1 and spent >= (most - 0.5) * allowed and times(spent, allowed + 64)
+
+
+def _frozen_too(evidence, expected):
+    frozen = sum(p.nbytes for p in evidence.case["model"](0).parameters() if not p.requires_grad)
+    more = moved(evidence.recording, 0) - _gradient_bytes(evidence.case) - frozen
+    return frozen > 64 and 0 <= more <= 64 and f"{frozen} bytes"
 
 
 def _rounded_loss(evidence, expected):
@@ -144,7 +150,9 @@ def _rounded_loss(evidence, expected):
 
 def _own_loss(evidence, expected):
     same = not difference([r["gradients"] for r in evidence.results], [x["gradients"] for x in expected])
-    return same and f"rank 0 returns {float(evidence.results[0]['loss']):.4g}, right is {expected[0]['loss']:.4g}"
+    wrong = any(difference(its["loss"], right["loss"]) for its, right in zip(evidence.results, expected))
+    return same and wrong and (
+        f"rank 0 returns {float(evidence.results[0]['loss']):.4g}, right is {expected[0]['loss']:.4g}")
 
 
 def _gradient_ratio(evidence, expected):
@@ -210,8 +218,10 @@ WEIGH = Exercise(
             "rank 0 has the right gradient, others have not. From the next step on the replicas differ, and rank "
             "0's loss says nothing of it.", when(_rank_0_only)),
         Mistake("reduces every micro-batch",
-            "the result may be right, but {} are moved: a reduction after every micro-batch. Gradients add up in "
+            "the result may be right, but {}: a reduction after every micro-batch. Gradients add up in "
             ".grad; they need to travel once a step.", when(_every_micro_batch)),
+        Mistake("frozen parameters sent",
+            "{} too many go into collectives: those of frozen parameters, which have no gradient.", when(_frozen_too)),
         Mistake("loss in float32",
             "the gradients are right, and the loss to seven digits: it was rounded to float32 on its way, as is a "
             "tensor made of a Python number. Of tokens, float32 counts only 16 million.", when(_rounded_loss)),

@@ -411,6 +411,20 @@ def token_mean_backward(model, micro_batches, loss_of):
     return s[0].item()/n
 
 
+# %% lab02.2: frozen parameters sent
+def token_mean_backward(model, micro_batches, loss_of):
+    pairs = [loss_of(model, batch) for batch in micro_batches]
+    total, loss_sum = tokens_of_all(sum(n for _, n in pairs), sum(float(loss) for loss, _ in pairs))
+    for loss, _ in pairs:
+        (loss * world_size / max(1, total)).backward()
+    for p in model.parameters():
+        if p.grad is None:
+            p.grad = torch.zeros_like(p)
+        dist.all_reduce(p.grad)
+        p.grad /= world_size
+    return loss_sum / max(1, total)
+
+
 # %% lab02.3: sum for mean
 class Buckets(Sound):
     def mean(self, flat):
@@ -639,6 +653,103 @@ class Buckets(Sound):
         pass
 
 
+# %% lab02.3: buckets too large (as in the lesson: closed after adding)
+class Buckets:
+    def __init__(self, model, bucket_bytes):
+        self.bucket_bytes, self.bucket, self.sent = bucket_bytes, [], []
+        for parameter in model.parameters():
+            if parameter.requires_grad:
+                parameter.register_post_accumulate_grad_hook(self.gradient_is_there)
+
+    def gradient_is_there(self, parameter):
+        self.bucket.append(parameter)
+        if sum(p.grad.nbytes for p in self.bucket) >= self.bucket_bytes:
+            self.send()
+
+    def send(self):
+        joined = torch.cat([p.grad.flatten() for p in self.bucket])
+        self.sent.append((self.bucket, joined, dist.all_reduce(joined, async_op=True)))
+        self.bucket = []
+
+    def finish(self):
+        if self.bucket:
+            self.send()
+        for parameters, joined, work in self.sent:
+            work.wait()
+            parts = (joined / world_size).split([p.numel() for p in parameters])
+            for parameter, part in zip(parameters, parts):
+                parameter.grad = part.view_as(parameter)
+        self.sent.clear()
+
+
+# %% lab02.3: buckets too large (planned, closed after adding)
+class Buckets(Sound):
+    def __init__(self, model, bucket_bytes):
+        super().__init__(model, bucket_bytes)
+        self.buckets, size = [[]], 0
+        for p in self.order(model):
+            self.buckets[-1].append(p)
+            size += p.nbytes
+            if size >= bucket_bytes:
+                self.buckets.append([])
+                size = 0
+        self.buckets = [bucket for bucket in self.buckets if bucket]
+
+
+# %% lab02.3: state of the last step (finish resets nothing)
+class Buckets:
+    def __init__(self, model, bucket_bytes):
+        self.plan, size = [[]], 0
+        for p in reversed([p for p in model.parameters() if p.requires_grad]):
+            if self.plan[-1] and size + p.nbytes > bucket_bytes:
+                self.plan.append([])
+                size = 0
+            self.plan[-1].append(p)
+            size += p.nbytes
+            p.register_post_accumulate_grad_hook(self.arrived)
+        self.there, self.next, self.flat = set(), 0, {}
+
+    def arrived(self, p):
+        self.there.add(p)
+        while self.next < len(self.plan) and all(q in self.there for q in self.plan[self.next]):
+            self.send()
+
+    def send(self):
+        parts = [torch.zeros_like(q) if q.grad is None else q.grad for q in self.plan[self.next]]
+        self.flat[self.next] = torch.cat([part.flatten() for part in parts])
+        dist.all_reduce(self.flat[self.next])
+        self.next += 1
+
+    def finish(self):
+        while self.next < len(self.plan):
+            self.send()
+        for number, bucket in enumerate(self.plan):
+            means = (self.flat[number] / world_size).split([q.numel() for q in bucket])
+            for q, mean in zip(bucket, means):
+                q.grad = mean.view_as(q)
+
+
+# %% lab02.3: state of the last step (the list of sent buckets, zipped)
+class Buckets(Sound):
+    def reset(self):
+        self.there = set()
+        self.sent = getattr(self, "sent", [])
+
+
+# %% lab02.3: forgets missing gradients (copied into None)
+class Buckets(Sound):
+    def write(self):
+        for bucket, (flat, _) in zip(self.buckets, self.sent):
+            for p, part in zip(bucket, self.mean(flat).split([p.numel() for p in bucket])):
+                p.grad.copy_(part.view_as(p))
+
+
+# %% lab02.3: buckets planned otherwise (closed when it fits to the last byte)
+class Buckets(Sound):
+    def __init__(self, model, bucket_bytes):
+        super().__init__(model, bucket_bytes - 1)
+
+
 # %% lab02.4: reduces every micro-batch
 class OverlappedBuckets(Sound):
     @contextlib.contextmanager
@@ -752,6 +863,35 @@ class OverlappedBuckets(Sound):
 class OverlappedBuckets(Sound):
     def reset(self):
         self.sent = []
+
+
+# %% lab02.4: no_sync without effect
+class OverlappedBuckets(Sound):
+    @contextlib.contextmanager
+    def no_sync(self):
+        self.is_quiet = True
+        yield
+        self.is_quiet = False
+
+    def arrived(self, p):
+        self.there.add(p)
+        self.send_full()
+
+
+# %% lab02.4: no_sync without effect (an empty context)
+class OverlappedBuckets(Sound):
+    @contextlib.contextmanager
+    def no_sync(self):
+        yield
+
+
+# %% lab02.4: stays in no_sync after an exception
+class OverlappedBuckets(Sound):
+    @contextlib.contextmanager
+    def no_sync(self):
+        self.quiet = True
+        yield
+        self.quiet = False
 
 
 # %% lab02.5: another mistake

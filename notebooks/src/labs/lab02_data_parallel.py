@@ -248,8 +248,9 @@ dtlab.check("lab02.3")
 # Now the buckets travel while backward computes on: a hook starts them and does not wait. And a step may have several
 # micro-batches: inside `no_sync()` backward only adds to `.grad`; the last one, outside, sends the sum.
 #
-# `OverlappedBuckets(model, bucket_bytes)` with `finish()` as before and the context manager `no_sync()`. Write the class whole, or
-# as `class OverlappedBuckets(Buckets)` with what is different. The loop:
+# `OverlappedBuckets(model, bucket_bytes)` with `finish()` as before and the context manager `no_sync()`. However `no_sync()` is left,
+# also by an exception: after it hooks send again. Write the class whole, or as `class OverlappedBuckets(Buckets)` with what is
+# different. The loop:
 #
 # ```python
 # for step in range(steps):
@@ -364,5 +365,5 @@ dtlab.check("lab02.5")
 #
 # ## Solution
 #
-# After you have tried: [solution.py](solution.py), beside this notebook in the course's folder `labs/lab02_data_parallel`. Compare with
-# `jupytext --to py lab.ipynb` and `git diff --no-index lab.py solution.py`.
+# After you have tried: the file `labs/lab02_data_parallel/solution.py` in the course's folder (not in copies made by `dtlab release`). Open
+# it beside your notebook, and compare cell by cell.
