@@ -16,8 +16,8 @@ from dtlab.errors import ConfigError
 
 HERE = str(Path(__file__).resolve().parent)
 DOUBLE = "# Exercise lab90.1\ndef double(x):\n    "
-KILLS_THE_JUDGE = DOUBLE + ("import os, psutil\n    for one in psutil.Process().parents()[:2]:\n        one.kill()\n"
-                            "    return 2 * x")  # fmt: skip
+KILLS_THE_JUDGE = DOUBLE + ("import psutil\n    for one in psutil.Process().parents()[:2] * (rank == 0):\n"
+                            "        one.kill()\n    return 2 * x")  # one rank: a later one's parent is this test
 
 
 @pytest.fixture
