@@ -17,6 +17,8 @@ _WHERE = {  # public name -> module that defines it
     "predict": "dtlab.widgets.predict",
     "reveal": "dtlab.widgets.predict",
     "present": "dtlab.widgets.present",
+    "check": "dtlab.checks",
+    "picture": "dtlab.checks",
     "ledger": "dtlab.ledger_table",
     "doctor": "dtlab.examine",
     "ConfigError": "dtlab.errors",

@@ -1,8 +1,9 @@
-"""Build the lessons: notebooks/src/NN_name.py (jupytext py:percent) -> notebooks/NN_name.ipynb, executed.
+"""Build the lessons: notebooks/src/NN_name.py (jupytext py:percent) -> notebooks/NN_name.ipynb, executed;
+and the labs: notebooks/src/labs/labNN_name.py -> labs/labNN_name/lab.ipynb, not executed, without outputs.
 
-    python notebooks/build.py                 build every lesson
+    python notebooks/build.py                 build every lesson and lab
     python notebooks/build.py 00_ranks        build one
-    python notebooks/build.py --check         only say whether the committed lessons have the sources' cells
+    python notebooks/build.py --check         only say whether the committed ones have the sources' cells
     python notebooks/build.py --fresh         take all outputs anew, timings and pictures too
 
 A cell starts with ``# %% tags=["exact"]``, in full ``# %% name="first-hang" tags=["exact", "raises-exception"]``.
@@ -14,6 +15,7 @@ Its id is the lesson and its name, or a hash of its text: a new cell renumbers n
 
 The tag ``folded`` hides a cell's source, where it would tell the answer.
 A cell with output and no kind is refused, so is an output with a path or a name of this machine.
+In a lab the tags say what a cell is for: ``given``, ``exercise``, ``picture``, ``check``.
 Lessons run headless (DTLAB_HEADLESS=1) in a fresh kernel, so a rebuild without a change is an empty diff.
 """
 import argparse
@@ -83,8 +85,11 @@ def execute(notebook, folder, timeout=120):
 
 
 def build(path, target, fresh=False):
-    """Build one lesson; returns whether the file changed."""
-    new = execute(from_source(path), target.parent)
+    """Build one lesson or lab; returns whether the file changed."""
+    new = from_source(path)
+    if path.parent.name != "labs":
+        new = execute(new, target.parent)
+    target.parent.mkdir(parents=True, exist_ok=True)
     for cell in _code(new):
         _require_kind(cell, path.name)
         _require_no_machine(cell, path.name)
@@ -100,13 +105,13 @@ def build(path, target, fresh=False):
 def differences(path, target):
     """What tells the committed lesson from its source, one sentence each; [] if nothing does."""
     if not target.exists():
-        return [f"{target.name} is missing"]
+        return [f"{target.name} of {path.stem} is missing"]
     new, old = from_source(path).cells, nbformat.read(target, as_version=4).cells
     if [cell.id for cell in new] != [cell.id for cell in old]:
         known = {cell.id for cell in old}
         first = next((cell for cell in new if cell.id not in known), None)
-        return [f"{target.name} has other cells than its source" + (f", first {first.source[:60]!r}" if first else "")]
-    return [f"{target.name}: cell {a.id} differs from its source" for a, b in zip(new, old)
+        return [f"{path.stem} has other cells than its source" + (f", first {first.source[:60]!r}" if first else "")]
+    return [f"{path.stem}: cell {a.id} differs from its source" for a, b in zip(new, old)
             if (a.cell_type, a.source, a.metadata) != (b.cell_type, b.source, b.metadata)]
 
 
@@ -192,25 +197,33 @@ def _shape(cell):
              re.sub(r"[\s-]+", " ", _NUMBER.sub("#", _output_text(output)))) for output in cell.outputs]
 
 
+def sources(course=HERE.parent):
+    """Every lesson, then every lab: name -> (its source, the notebook to build)."""
+    lessons = sorted((course / "notebooks" / "src").glob("[0-9][0-9]_*.py"))
+    labs = sorted((course / "notebooks" / "src" / "labs").glob("lab[0-9][0-9]_*.py"))
+    return {**{path.stem: (path, course / "notebooks" / f"{path.stem}.ipynb") for path in lessons},
+            **{path.stem: (path, course / "labs" / path.stem / "lab.ipynb") for path in labs}}
+
+
 def main(arguments=None):
     """Command line; returns the exit code."""
-    parser = argparse.ArgumentParser(prog="notebooks/build.py", description="Build the lessons from notebooks/src.")
-    parser.add_argument("lessons", nargs="*", help="names such as 00_ranks; all if none is given")
+    parser = argparse.ArgumentParser(prog="notebooks/build.py", description="Build lessons and labs from their text.")
+    parser.add_argument("lessons", nargs="*", help="names such as 00_ranks, lab01_ring_all_reduce; all if none")
     parser.add_argument("--check", action="store_true", help="compare only, run nothing")
     parser.add_argument("--fresh", action="store_true", help="keep no old timing or picture")
     options = parser.parse_args(arguments)
-    sources = {path.stem: path for path in sorted((HERE / "src").glob("[0-9][0-9]_*.py"))}
-    unknown = set(options.lessons) - set(sources)
+    known = sources()
+    unknown = set(options.lessons) - set(known)
     if unknown:
-        parser.error(f"no lesson {sorted(unknown)[0]!r}; there are {', '.join(sources)}")
+        parser.error(f"no lesson {sorted(unknown)[0]!r}; there are {', '.join(known)}")
     wrong = []
-    for name in options.lessons or sources:
-        target = HERE / f"{name}.ipynb"
+    for name in options.lessons or known:
+        path, target = known[name]
         if options.check:
-            wrong += differences(sources[name], target)
+            wrong += differences(path, target)
             continue
         try:
-            print(f"{name}: {'built' if build(sources[name], target, options.fresh) else 'unchanged'}", flush=True)
+            print(f"{name}: {'built' if build(path, target, options.fresh) else 'unchanged'}", flush=True)
         except BuildError as error:
             wrong.append(str(error))
     print("\n".join(wrong), file=sys.stderr, end="\n" if wrong else "")

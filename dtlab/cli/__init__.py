@@ -1,6 +1,7 @@
-"""The commands: ``dtlab lab | test | tour | doctor | reset | run``, also ``python3 -m dtlab ...`` from a bare clone.
+"""The commands: ``dtlab lab | test | tour | doctor | check | reset | catch-up | grade | release | run``.
 
-Until the environment is there, nothing but the standard library is imported.
+``python3 -m dtlab ...`` is the same from a bare clone: until the environment is there, nothing but the standard
+library is imported.
 """
 
 import argparse
@@ -41,18 +42,9 @@ def _doctor(args) -> int:
     return 1 if report.problems else 0
 
 
-def _reset(args) -> int:
-    """Keep the reader's copy of each named lesson aside and make a fresh one."""
-    from dtlab.cli import working_copies
-
-    if not args or args[0].startswith("-"):
-        raise bootstrap.SetupError("reset needs the lesson's number, for example: dtlab reset 00")
-    for name in args:
-        fresh, kept = (path and os.path.relpath(path, bootstrap.ROOT) for path in working_copies.reset(name))
-        print(f"fresh copy: {fresh}" + (f", your old one: {kept}" if kept else ""))
-        if kept:
-            print("if it is open in JupyterLab: reload its tab and restart its kernel")
-    return 0
+def _lab_command(name):
+    """A command about labs."""
+    return lambda args: getattr(importlib.import_module("dtlab.cli.labs"), name)(args) or 0
 
 
 def _run(args) -> int:
@@ -68,7 +60,11 @@ _COMMANDS = {  # name -> (what runs it, extra it needs, one line of help)
     "test": (_test, "test", "set up, then run the tests; --all adds what takes long"),
     "tour": (_main_of("dtlab.cli.tour"), "course", "the course in miniature: every technique on 4 ranks, one table"),
     "doctor": (_doctor, None, "what this machine can do, what will go wrong, and the cure"),
-    "reset": (_reset, None, "keep your copy of a lesson aside and make a fresh one"),
+    "check": (_lab_command("check"), "course", "check your notebook of a lab, for example: dtlab check lab01"),
+    "reset": (_lab_command("reset"), None, "keep your copy of a lesson or a lab aside and make a fresh one"),
+    "catch-up": (_lab_command("catch_up"), "course", "go on without the first exercises: dtlab catch-up lab01 --to 2"),
+    "grade": (_lab_command("grade"), "course", "for instructors: check every notebook under a folder"),
+    "release": (_lab_command("release"), "course", "for instructors: a copy of the course without solutions"),
     "run": (_run, "test", "run Python in the course's environment, for example: dtlab run -m ruff check ."),
 }
 
@@ -86,10 +82,8 @@ def main(argv=None) -> int:
     argv = list(sys.argv[1:] if argv is None else argv)
     command, rest = _parse(argv)
     command_main, extra, _ = _COMMANDS[command]
-    if command == "run" and rest[:1] == ["--extra"] and len(rest) > 1:
-        extra = rest[1]
     try:
-        python = bootstrap.prepare(extra)
+        python = bootstrap.prepare(_extra(command, rest, extra))
         if not bootstrap.is_current(python):
             return bootstrap.hand_over(python, argv)
         code = command_main(rest)
@@ -109,3 +103,12 @@ def main(argv=None) -> int:
             raise
         print(f"dtlab: {bootstrap.DISK_FULL}", file=sys.stderr)
         return 1
+
+
+def _extra(command, rest, extra):
+    """``run --extra bench ...`` and ``reset --exercise`` ask for more than their default."""
+    if command == "reset" and any(arg.startswith("--exercise") for arg in rest):
+        return "course"
+    if command == "run" and rest[:1] == ["--extra"] and len(rest) > 1:
+        return rest[1]
+    return extra

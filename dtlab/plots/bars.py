@@ -18,6 +18,7 @@ class Panel:
         ticks: ``[(value, text), ...]``, ascending; the axis goes from the first to the last, the same for all values,
             so that pictures compare. What lies beyond ends in an arrow.
         log: a logarithmic axis, with dots, since its left end is no zero.
+        hollow: numbers of the rows whose bar is an outline only.
     """
 
     title: str
@@ -25,6 +26,7 @@ class Panel:
     texts: list
     ticks: list
     log: bool = False
+    hollow: tuple = ()
 
     def share(self, value):
         """Place of a value on the axis, 0 .. 1 where it lies on it."""
@@ -56,7 +58,7 @@ def bars(rows, panels, *, marked=None, foot="", title, text):
         width = unit * (2 if panel.log else 1)
         parts += [label(x, 16, panel.title, size=14, weight="bold"), *_axis(panel, x, width, bottom)]
         for number, (value, said) in enumerate(zip(panel.values, panel.texts)):
-            parts += _mark(panel, x, _TOP + _ROW * number, width, value, number == marked)
+            parts += _mark(panel, x, _TOP + _ROW * number, width, value, number == marked, number in panel.hollow)
             parts.append(label(round(x + width + 14, 1), _TOP + _ROW * number + 21, said, size=14,
                                weight="bold" if number == marked else "normal"))
         x = round(x + width + _WORDS + 16, 1)
@@ -72,7 +74,7 @@ def _axis(panel, x, width, bottom):
     yield line(x, _TOP - 6, x, bottom)
 
 
-def _mark(panel, x, y, width, value, marked):
+def _mark(panel, x, y, width, value, marked, hollow):
     """A bar, or a dot at the end of a thin line; an arrow where the value lies beyond the axis."""
     share, colour = panel.share(value), COLOURS["communication"]
     end, middle = round(x + max(0, min(share, 1)) * width, 1), y + _ROW / 2
@@ -81,7 +83,8 @@ def _mark(panel, x, y, width, value, marked):
         yield (f'<circle cx="{end}" cy="{middle}" r="7" fill="{colour if marked else COLOURS["paper"]}" '
                f'stroke="{COLOURS["outline"]}" stroke-width="2"/>')
     else:
-        yield (f'<rect x="{x}" y="{y + 6}" width="{max(0, end - x):.1f}" height="{_ROW - 12}" fill="{colour}" '
+        yield (f'<rect x="{x}" y="{y + 6}" width="{max(0, end - x):.1f}" height="{_ROW - 12}" '
+               f'fill="{COLOURS["paper"] if hollow else colour}" '
                f'stroke="{COLOURS["outline"]}"/>')
     if share > 1:
         yield arrow(end - (0 if panel.log else 12), middle, end + 12, middle, width=3)

@@ -26,7 +26,7 @@ def twin(pictures, titles, *, caption):
     for picture, title, (width, height) in zip(pictures, titles, sizes):
         parts += [label(x + 2, y + 14, title, size=13),
                   str(picture).replace("<svg ", f'<svg x="{x}" y="{y + 22}" ', 1)]
-        bottom = y + 22 + height
+        bottom = max(bottom, y + 22 + height)
         x, y = (x + width + _GAP, y) if beside else (0, bottom + _GAP)
     text = "\n".join([caption, *(f"{title}\n{picture.text}" for picture, title in zip(pictures, titles))])
     width = max(_WIDTH, *(width for width, _ in sizes))

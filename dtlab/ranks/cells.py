@@ -12,7 +12,7 @@ from dtlab.ranks import calls, console
 from dtlab.ranks.guard_order import USERS, owner
 from dtlab.ranks.settings import PREDEFINED
 
-_ENGINE = ("/dtlab/ranks/", "/dtlab/record/")
+_ENGINE = ("/dtlab/ranks/", "/dtlab/record/", "/dtlab/checks/")
 _CURES = {"initialize the default process group twice": "the ranks are in a group already: leave this line out"}
 _LOST = ("Connection closed by peer", "Connection reset by peer", "Broken pipe", "Socket closed", "recv failed")
 

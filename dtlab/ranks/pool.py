@@ -10,6 +10,7 @@ from dtlab.errors import ConfigError, RankError
 from dtlab.ranks import interrupts, notebook, parcels, report, wire
 from dtlab.ranks.board import Board, rank_list
 from dtlab.ranks.nursery import READY_WITHIN_S, nursery
+from dtlab.ranks.relay import KEPT_CHARS
 from dtlab.ranks.run import KILL_AFTER_S, KILL_COPY_AFTER_S, CellRun
 from dtlab.ranks.settings import PREDEFINED, check_place, check_size, check_timeout, num_threads, rank_environ
 from dtlab.ranks.zygote import kill_group
@@ -61,6 +62,9 @@ def current_ranks():
 
 class Ranks:
     """Live ranks. Made by ``launch``; ``run``, ``push``, ``pull`` and the ``%%ranks`` magic talk to them."""
+
+    kept_chars = KEPT_CHARS  # of each rank's output in one cell
+    is_for_once = False  # not repaired after a failed cell: shut down next
 
     def __init__(self, world_size, device, timeout, share_gpu, guard):
         self.size, self.timeout, self.guard = world_size, timeout, guard

@@ -14,7 +14,8 @@ _LIVE_LINES = 40
 class Relay:
     """Collects the output of one cell, rank by rank."""
 
-    def __init__(self, ranks):
+    def __init__(self, ranks, kept_chars=KEPT_CHARS):
+        self.kept_chars = kept_chars  # 0: show nothing
         self.items = {rank: [] for rank in ranks}  # rank -> [(kind, data), ...]; kind stdout, stderr, mime
         self._chars = dict.fromkeys(ranks, 0)  # that they have written
         self._bars = {}  # rank -> text of its progress bar
@@ -30,20 +31,28 @@ class Relay:
         """Take one piece of a rank's output."""
         if kind == "progress":
             return self._progress(rank, *data)
-        if kind == "mime":
+        is_text = kind != "mime"
+        text = self._within(rank, data if is_text else data["text/plain"])
+        if is_text:
+            self._add_text(rank, kind, text)
+        elif text == data["text/plain"]:
             self.items[rank].append((kind, data))
-        else:
-            self._add_text(rank, kind, data)
         self._dirty = True
-        if self._prints_at_once:
-            text = data if kind != "mime" else data["text/plain"] + "\n"
-            stream = sys.stderr if kind == "stderr" else sys.stdout
-            print(_labelled(f"[{rank}] ", text), end="", file=stream, flush=True)
+        if text and self._prints_at_once:
+            self._print_now(rank, kind, text)
+
+    def _within(self, rank, text):
+        """What of a text there is still room for; all of it is counted."""
+        room = max(0, self.kept_chars - self._chars[rank])
+        self._chars[rank] += len(text)
+        return text[:room]
+
+    def _print_now(self, rank, kind, text):
+        text = text if kind != "mime" else text + "\n"
+        print(_labelled(f"[{rank}] ", text), end="", file=sys.stderr if kind == "stderr" else sys.stdout, flush=True)
 
     def _add_text(self, rank, kind, text):
-        items, room = self.items[rank], max(0, KEPT_CHARS - self._chars[rank])
-        self._chars[rank] += len(text)
-        text = text[:room]
+        items = self.items[rank]
         # what is left of lines that were drawn over themselves, as progress bars are
         text = "\n".join(line.rstrip("\r").rsplit("\r", 1)[-1] for line in text.split("\n"))
         if items and items[-1][0] == kind:
@@ -93,10 +102,11 @@ class Relay:
 
     def final(self):
         """The finished cell: ``[(text, None) or (label, MIME bundle), ...]``; ranks with equal output share theirs."""
+        if not self.kept_chars:
+            return []
         groups = []  # [[ranks], items]
         for rank, items in sorted(self.items.items()):
-            if (dropped := self._chars[rank] - KEPT_CHARS) > 0:
-                items = [*items, ("stderr", f"... {dropped} more characters are not shown\n")]
+            items = [*items, *self._notes(rank)]
             same = next((g for g in groups if g[1] == items), None)
             if same:
                 same[0].append(rank)
@@ -104,11 +114,19 @@ class Relay:
                 groups.append([[rank], items])
         return [entry for ranks, items in groups for entry in _entries(rank_list(ranks), items)]
 
+    def _notes(self, rank):
+        dropped = self._chars[rank] - self.kept_chars
+        return [("stderr", f"... {dropped} more characters are not shown\n")] if dropped > 0 else []
+
     def finish(self):
         """Show the finished cell."""
         if self._in_notebook:
             self._finish_in_notebook(self.final())
-        elif not self._prints_at_once:
+        elif self._prints_at_once:
+            for rank in self.items if self.kept_chars else ():
+                for note in self._notes(rank):
+                    self._print_now(rank, *note)
+        else:
             for text, bundle in self.final():
                 print(text if bundle is None else _labelled(f"{text}: ", bundle["text/plain"]), end="")
 

@@ -25,7 +25,7 @@ class CellRun:
     def __init__(self, pool, ranks, number, limit_s, interrupts, kill_after_s=KILL_AFTER_S):
         self.pool, self.ranks, self.number, self.interrupts = pool, list(ranks), number, interrupts
         self.kill_after_s = kill_after_s
-        self.relay = Relay(self.ranks)
+        self.relay = Relay(self.ranks, pool.kept_chars)
         self.values, self.stopped, self.dead = {}, [], []
         self.failures = {}  # rank -> description of its error or death, in the order in which they failed
         self._decoders = {r: codecs.getincrementaldecoder("utf-8")("replace") for r in self.ranks}
@@ -255,6 +255,10 @@ class CellRun:
     def _repair(self):
         """Make the ranks usable again; a sentence on what that cost, empty if nothing."""
         if not (self.failures or self.dead or self.stopped or self.interrupted or self.hang):
+            return ""
+        if self.pool.is_for_once:
+            for rank in self.dead:
+                self.pool._drop(rank)
             return ""
         is_hanging = self.verdict is not None and self.verdict[1]
         ended = any(failure["group_ended"] for failure in self.failures.values())
