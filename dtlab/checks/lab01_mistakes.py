@@ -207,7 +207,7 @@ MESSAGES = (
             failed("guard", "nobody has called wait()")),
     Mistake("handle never awaited", "a handle was dropped without wait(), so nothing says that its message is through. "
             "Where gloo gives it up with its handle, the neighbour waits for ever; elsewhere a test mostly passes",
-            failed("guard", "dropped a handle")),
+            failed("guard", "never awaited")),
     Mistake("buffer that does not fit", "what one rank sends is not what the other makes room for. Chunks differ by "
             "one element where the ranks do not divide the length, and a new tensor is float32 unless told otherwise",
             failed("guard", "same number of elements")),

@@ -117,7 +117,7 @@ START = Exercise(
             failed("guard", says=r"wait\(\)")),
         Mistake("another order",
             "the ranks broadcast other tensors at the same time: all make the same calls in the same order.",
-            failed("guard", says="do not make the same call")),
+            failed("guard", says="do not make the same call|makes another call")),
         Mistake("not on every rank",
             "{}: a broadcast is a call of all ranks, of those that receive too.",
             failed("hang", says=r"ranks? [\d, -]+ never made that call")),
