@@ -16,6 +16,9 @@ _THREAD_BYTES = 80 * 10**6  # of addresses that a thread takes before it does an
 SHOWN_CHARS = 2000  # of what a rank prints in one case; the rest is counted
 _RESULT_BYTES = 64 * 10**6  # of what a program returns
 _TEXT_CHARS = 3000  # of what an error says
+_WORDS = {"not yet": "not yet: the stub is still there", "hang": "a hang: a rank waits for ever",
+          "guard": "stopped by the guard", "raised": "an error on a rank", "died": "a rank died",
+          "time": "not done in time: an endless loop?"}  # fmt: skip
 
 @dataclass(frozen=True)
 class Case:
@@ -113,6 +116,11 @@ class Evidence:
     recording: object = None
     failed: str = ""
     text: str = ""
+
+    @property
+    def in_words(self):
+        """How it failed, in a few words for a picture; empty if it did not."""
+        return _WORDS.get(self.failed, "")
 
 
 @dataclass(frozen=True)

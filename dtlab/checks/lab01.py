@@ -8,7 +8,7 @@ from dtlab.checks import lab01_pictures as pictures
 from dtlab.checks import lab01_programs as programs
 from dtlab.checks import lab01_serial as serial
 from dtlab.checks.evidence import Case
-from dtlab.checks.exercise import Exercise, Mistake
+from dtlab.checks.exercise import Exercise
 from dtlab.checks.lab01_cuts import CUT_MISTAKES
 from dtlab.checks.lab01_mistakes import NODE_MISTAKES, ring_mistakes
 from dtlab.checks.lab01_serial import FORBIDDEN, GATHER, REDUCE, SCATTER, in_s, leaving, sent, sent_bytes, total_bytes
@@ -173,31 +173,6 @@ def between_nodes(case, recording):
     return None
 
 
-# exercise 5
-
-
-def diagnose(case, diagnosis):
-    """On the rank: what is wrong about each letter's name, nothing if it is right."""
-    if not isinstance(diagnosis, dict):
-        raise NotImplementedError("Exercise 1.5: give each letter one of the choices")
-    diagnosis = {its: programs.plain(diagnosis.get(its)) for its in programs.LETTERS}
-    if any(text in ("", "?") for text in diagnosis.values()):
-        raise NotImplementedError("Exercise 1.5: give each letter one of the choices")
-    return {f"program {its}": "" if programs.is_right(its, diagnosis[its]) else f"{_NOT}{diagnosis[its]!r}"
-            for its in programs.LETTERS}  # fmt: skip
-
-
-_NOT = "another mistake than "
-
-
-def _misnamed(evidence, _):
-    program, found = next((its, found) for its, found in evidence.results[0].items() if found)
-    choice = found.removeprefix(_NOT).strip("'")
-    if choice not in programs.SIGNS:
-        return f"what you call {program} is none of the choices. They are: {', '.join(programs.CHOICES)}."
-    return f"{program} is something else. {programs.SIGNS[choice]} Look at its picture again."
-
-
 EXERCISES = (
     Exercise("lab01.1", "chunk bounds for any length and n", ("chunk_bounds",), _cuts, cut, _right_cuts,
              mistakes=CUT_MISTAKES, minutes=10, draw=pictures.cuts,
@@ -215,9 +190,6 @@ EXERCISES = (
              draw=pictures.nodes,
              references={"chunk_bounds": serial.bounds},
              hint="what is the least that node 1 must learn of node 0? Make that inside the node first"),
-    Exercise("lab01.5", "six programs, seen from outside", ("diagnosis",),
-             lambda rng: [_Alone(1, "diagnosis", {"lengths": [7], "seed": 1})], diagnose,
-             lambda case: [dict.fromkeys([f"program {its}" for its in programs.LETTERS], "")], minutes=10,
-             draw=lambda case, *_: pictures.diagnosis(replace(case, world_size=4)),
-             mistakes=(Mistake("another mistake", "{}", _misnamed),)),
+    programs.PROGRAMS.as_exercise(_Alone(1, "diagnosis", {"lengths": [7], "seed": 1}),
+                                  lambda case, *_: pictures.diagnosis(replace(case, world_size=4))),
 )  # fmt: skip

@@ -12,9 +12,6 @@ from dtlab.plots.svg import document, label
 from dtlab.plots.twin import twin
 
 _WIDTH = 650
-_WORDS = {"not yet": "not yet: the stub is still there", "hang": "a hang: ranks wait for each other",
-          "guard": "stopped by the guard", "raised": "an error on a rank", "died": "a rank died",
-          "time": "an endless loop"}  # fmt: skip
 
 
 def _beside(pairs, caption):
@@ -31,7 +28,7 @@ def cuts(case, expected, evidence):
         return cut_bars(its)
 
     try:
-        yours = drawn(evidence.results[0]) if evidence.results else cut_bars(None, _WORDS.get(evidence.failed, ""))
+        yours = drawn(evidence.results[0]) if evidence.results else cut_bars(None, evidence.in_words)
     except (TypeError, ValueError, KeyError):
         yours = cut_bars(None, "no list of pairs (start, end)")
     return _beside([("target", drawn(expected[0]), "yours", yours)], "Chunks for 4 ranks, as start:end")
@@ -51,7 +48,7 @@ def ring(case, expected, evidence):
             foot = f"sent by each rank: {_shares(spent, case)}"
             yours = holdings(_table(case, [its[key].numpy() for its in evidence.results]), foot=foot)
         else:
-            yours = holdings(None, _WORDS.get(evidence.failed, ""))
+            yours = holdings(None, evidence.in_words)
         pairs.append((f"{name}, target", target, "yours", yours))
     return _beside(pairs, f"{case}: the parts in each chunk (sum of 3: all of chunk 3; sum+0: all, and 0 once more)")
 
@@ -96,7 +93,7 @@ def _parts_in(theirs, parts, rank):
 def nodes(case, expected, evidence):
     """Bytes from rank to rank, and what leaves each node."""
     flat = [[1.5 * (to == (rank + 1) % 4) for to in range(4)] for rank in range(4)]
-    yours = traffic(None, _WORDS.get(evidence.failed, ""), node_size=2)
+    yours = traffic(None, evidence.in_words, node_size=2)
     if evidence.recording:
         share = lambda size: size / serial.total_bytes(case)
         out = serial.leaving(evidence.recording)

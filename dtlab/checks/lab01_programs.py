@@ -1,14 +1,12 @@
 """Lab 01, last exercise: programs that should be a ring all-reduce, seen from outside."""
-import hashlib
 
 import torch
 import torch.distributed as dist
 
 from dtlab.checks import lab01_serial as serial
+from dtlab.checks.diagnosis import LETTERS as LETTERS
+from dtlab.checks.diagnosis import Programs
 
-CHOICES = ("whole tensors sent", "joined in order of arrival", "remainder dropped", "adds in the second half",
-           "one neighbour after the other", "all send first", "right on rank 0 only", "rounded to float32",
-           "nothing wrong")  # fmt: skip
 SIGNS = {  # what each of them looks like
     "whole tensors sent": "Then every rank would send 3 S, twice what the ring sends, and every value would be right.",
     "joined in order of arrival": "Then each rank would hold all the sums of the ring, and most at the wrong place.",
@@ -21,25 +19,15 @@ SIGNS = {  # what each of them looks like
     "rounded to float32": "Then all ranks would hold the sums to 7 digits, and half the bytes would be sent.",
     "nothing wrong": "Then values, bytes and timeline would be those of the right program.",
 }
-LETTERS = "ABCDEF"
-
-
-def plain(text):
-    """A choice as it is compared: without blanks around it, in small letters; "" for None."""
-    return " ".join(str("" if text is None else text).lower().split())
-
-
-def is_right(letter, choice):
-    """Whether this is what ails a program. The key is kept as hashes: nobody reads it by accident."""
-    return letter in _KEY and hashlib.sha256(f"lab01.5 {letter} {choice}".encode()).hexdigest()[:8] == _KEY[letter]
-
-
-_KEY = {"A": "056e68f9", "B": "83395194", "C": "50b6e807", "D": "91de56bf", "E": "93a57ed3", "F": "250fa876"}
+PROGRAMS = Programs("lab01.5", SIGNS, {
+    "A": "056e68f9", "B": "83395194", "C": "50b6e807", "D": "91de56bf", "E": "93a57ed3", "F": "250fa876",
+})
+CHOICES, is_right = PROGRAMS.choices, PROGRAMS.is_right
 
 
 def observed(letter, case):
     """On a rank: what the program of a letter leaves in a tensor; any other letter has the right one."""
-    choice = next((choice for choice in CHOICES if is_right(letter, choice)), "nothing wrong")
+    choice = PROGRAMS.ailing(letter)
     rank, size = dist.get_rank(), dist.get_world_size()
     tensor = torch.from_numpy(serial.part(case, case["lengths"][0], rank))
     if choice == "whole tensors sent":

@@ -20,7 +20,7 @@ from dtlab.checks.lab02_buckets import (
     train_spec,
     waits_late,
 )
-from dtlab.checks.lab02_programs import CHOICES, CLOCKS, LETTERS, SIGNS, Net, flat, is_right, moved, times, trained
+from dtlab.checks.lab02_programs import CLOCKS, PROGRAMS, Net, flat, moved, times, trained
 from dtlab.checks.lab02_start import BORROWED, START, failed, when
 from dtlab.checks.lab02_tokens import WEIGH
 
@@ -258,34 +258,6 @@ OVERLAP = Exercise(
     draw=pictures.overlap, hint="In which of the micro-batches may a hook send, and what does .grad hold at that time?",
     mistakes=(STUCK, *COMMON, LATE, WAITS))  # fmt: skip
 
-
-# 5, diagnose
-
-
-def diagnose(case, diagnosis):
-    """On the rank: what is wrong about each letter's name, nothing if it is right."""
-    if not isinstance(diagnosis, dict) or any(diagnosis.get(letter) in (None, "", "?") for letter in LETTERS):
-        raise NotImplementedError("Exercise 2.5: fill in one of the choices for each letter")
-    return {f"program {its}": "" if is_right(its, diagnosis[its]) else f"{_NOT}{diagnosis[its]!r}" for its in LETTERS}
-
-
-_NOT = "another mistake than "
-
-
-def _misnamed(evidence, _expected):
-    for program, found in evidence.results[0].items():
-        choice = found.removeprefix(_NOT).strip("'")
-        if found:
-            sign = SIGNS.get(choice, f"{choice!r} is none of the choices: {', '.join(CHOICES)}")
-            return f"{program} is something else. {sign}"
-    return False
-
-
-DIAGNOSE = Exercise(
-    "lab02.5", "six programs, seen from outside", ("diagnosis",),
-    lambda rng: [Case(1, "diagnosis", {})], diagnose,
-    lambda case: [dict.fromkeys([f"program {its}" for its in LETTERS], "")], minutes=10,
-    draw=pictures.programs_picture, mistakes=(Mistake("another mistake",
-        "{}", when(_misnamed)),))  # fmt: skip
+DIAGNOSE = PROGRAMS.as_exercise(Case(1, "diagnosis", {}), pictures.programs_picture)
 
 EXERCISES = (START, WEIGH, BUCKETS, OVERLAP, DIAGNOSE)

@@ -14,13 +14,6 @@ _WIDTH, _ROW = 650, 26
 _EQUAL, _OTHER = "#B8E0D0", COLOURS["paper"]
 
 
-def _state(evidence):
-    """Why there is nothing to draw of the learner's, in a few words; empty if there is."""
-    words = {"not yet": "not yet: the stub is still there", "hang": "a hang: a rank waits for ever",
-             "guard": "stopped by the guard", "raised": "an error on a rank", "died": "a rank died", "time": "too slow"}
-    return words.get(evidence.failed, "")
-
-
 def _cell(x, y, width, text, good, height=_ROW - 6):
     """A box with a word in it, drawn with an outline only where it is not what it should be."""
     weight = "normal" if good else "bold"
@@ -50,7 +43,7 @@ def start(case, expected, evidence):
             word = "equal" if good else "differs" if evidence.results else "?"
             parts += _cell(left + 2 * size * 52 + 30 + rank * (wide + 6), top, wide, word, good)
             said += [f"{name} differs on rank {rank}"] if word == "differs" else []
-    foot = _state(evidence) or ("equal to what rank 0 had" if not said else f"{len(said)} differ from what rank 0 had")
+    foot = evidence.in_words or ("equal to what rank 0 had" if not said else f"{len(said)} differ from what rank 0 had")
     parts.append(label(left, y + len(names) * _ROW + 18, foot, size=14, weight="bold"))
     text = f"Target: every tensor equal to rank 0's on every rank. Yours: {'; '.join(said) or foot}"
     return document(parts, width=_WIDTH, height=y + len(names) * _ROW + 30, title="Equal start", text=text)
@@ -74,9 +67,9 @@ def weigh(case, expected, evidence):
                      [(0, "0"), (2, "2"), (4, "4"), (6, "6"), (8, "8")], hollow=wrong)
     sent = Panel("bytes in calls", moved, shown(moved, lambda v: f"{'<= ' if v == 72 else ''}{v:,}"),
                  [(0, "0"), (50, "50"), (100, "100")], hollow=[row for row, its in enumerate(moved) if its > moved[0]])
-    foot = _state(evidence) or ("filled: as the target; outline only: not" if wrong else "every rank has the target's")
+    foot = evidence.in_words or ("filled: as the target; outline only: not" if wrong else "every rank has the target's")
     drawn = bars(rows, [gradient, sent], marked=0, foot=foot, title="The gradient on each rank",
-                 text=f"target {values[0]:.4g}; yours {_state(evidence) or values[1:]}")
+                 text=f"target {values[0]:.4g}; yours {evidence.in_words or values[1:]}")
     return stack([("One weight. Rank 0: one token of gradient 1; rank 1: three of gradient 5", drawn)],
                  title="The gradient on each rank")
 
@@ -106,9 +99,9 @@ def buckets(case, expected, evidence):
         text = f"{row + 1}. {', '.join(names)}"
         parts.append(label(left - 10, 26 + row * _ROW + 15, text, anchor="end", size=12))
     right = all(its == [size for _, size in planned] for its in found)
-    foot = _state(evidence) or ("the calls of one step, in order" + ("" if right else ": not as planned"))
+    foot = evidence.in_words or ("the calls of one step, in order" + ("" if right else ": not as planned"))
     parts.append(label(left, 26 + rows * _ROW + 18, foot, size=14, weight="bold"))
-    text = f"target: {[size for _, size in planned]} bytes; yours: {_state(evidence) or found}"
+    text = f"target: {[size for _, size in planned]} bytes; yours: {evidence.in_words or found}"
     return document(parts, width=_WIDTH, height=26 + rows * _ROW + 30, title="all_reduces of a step", text=text)
 
 
@@ -133,7 +126,7 @@ def overlap(case, expected, evidence):
     target = gather(train_with, Answer({"make": _Library}), ("make",), case)
     lines = [_from_first_layer(its.recording) if its.recording else None for its in (target, evidence)]
     until_s = max((its.step_time_s for its in lines if its), default=0)
-    shown = [timeline(drawn, until_s=until_s) if drawn else _state(its)
+    shown = [timeline(drawn, until_s=until_s) if drawn else its.in_words
              for drawn, its in zip(lines, (target, evidence))]
     return stack([("target: micro-batch 1 adds up, micro-batch 2 sends meanwhile", shown[0]),
                   ("yours", shown[1]), ("", _lane(case.world_size))], title="Timelines of a step")  # fmt: skip
