@@ -1,5 +1,6 @@
 """The rows of data parallelism: a step of our DistributedDataParallel and of torch's, on the same ranks in turns."""
 from benchmarks.registry import at_most, row
+from benchmarks.steps import training_step
 
 PEER = "torch DistributedDataParallel"
 
@@ -12,17 +13,7 @@ def make_gpt_steps(batch_size):
     from dtlab.parallel import DistributedDataParallel
 
     def make_step(wrap):
-        model = wrap(GPT(GPTConfig()))
-        optimizer = torch.optim.AdamW(model.parameters())
-        tokens = torch.randint(0, 256, (batch_size, 128))
-
-        def step():
-            logits = model(tokens)
-            torch.nn.functional.cross_entropy(logits.flatten(0, 1), tokens.flatten()).backward()
-            optimizer.step()
-            optimizer.zero_grad()
-
-        return step
+        return training_step(wrap(GPT(GPTConfig())), torch.randint(0, 256, (batch_size, 128)))
 
     return {"dtlab": make_step(DistributedDataParallel), PEER: make_step(torch.nn.parallel.DistributedDataParallel)}
 

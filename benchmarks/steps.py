@@ -32,9 +32,14 @@ def make_gpt_step():
     from dtlab.models import GPT, GPTConfig
 
     config = GPTConfig(vocab_size=128, seq_length=64, num_layers=4, hidden_size=192, num_heads=12)
-    model = torch.nn.parallel.DistributedDataParallel(GPT(config))
+    return training_step(torch.nn.parallel.DistributedDataParallel(GPT(config)), torch.randint(0, 128, (8, 64)))
+
+
+def training_step(model, tokens):
+    """On a rank: a step that trains a language model on one batch of tokens."""
+    import torch
+
     optimizer = torch.optim.AdamW(model.parameters())
-    tokens = torch.randint(0, 128, (8, 64))
 
     def step():
         logits = model(tokens)
