@@ -40,7 +40,8 @@ class Programs:
         """On the rank: what is wrong about each letter's name, nothing if it is right."""
         its = {letter: _plain(diagnosis.get(letter)) if isinstance(diagnosis, dict) else "" for letter in LETTERS}
         if {"", "?"} & set(its.values()):
-            raise NotImplementedError(f"Exercise {self.exercise}: give each letter one of the choices")
+            number = self.exercise.removeprefix("lab0")
+            raise NotImplementedError(f"Exercise {number}: give each letter one of the choices")
         return {f"program {letter}": "" if self.is_right(letter, choice) else f"{_NOT}{choice!r}"
                 for letter, choice in its.items()}  # fmt: skip
 

@@ -298,7 +298,7 @@ dtlab.check("lab01.5")
 #
 # ## Stretch
 #
-# At 7 elements one of the six programs is quicker than the right one, though it sends twice as much. Why? Write an all-reduce for four
+# Write an all-reduce for four
 # ranks that is quick at every length: few steps where latency counts, few bytes where they count. Choose by the length; from
 # which one on do you switch? `replay(ranks.record(program), Hardware.preset("8xH100")).step_time_s` tells the seconds (`from
 # dtlab.simulate import Hardware, replay`). The numbers to beat, with `torch.ones` for a
