@@ -259,6 +259,15 @@ class Guard:
         lost = [call for call, later in dropped if call is not None and not (later and self.board.is_taken(call))]
         for call in (call for call, _ in dropped if call is not None and call not in lost):
             self.buffers.close(call.index)
+        self._refuse_unawaited(lost)
+
+    def refuse_open(self):
+        """Refuse handles that nobody has awaited yet, though they are kept and their messages may be through."""
+        if self.on:
+            calls = (self.board.call(self.rank, index) for index in self.buffers.handles)
+            self._refuse_unawaited([call for call in calls if call is not None])
+
+    def _refuse_unawaited(self, lost):
         if lost:
             ops = " and ".join(sorted({call.op for call in lost}))
             lines = [f"rank {self.rank}: handle of {ops} never awaited. {_lesson(lost[0])}"]
