@@ -86,7 +86,7 @@ class Memory:
     def holds_bytes(self, tensor):
         """Whether a tensor is real here: not on the meta device; in a dry recording one of its own fake tensors."""
         if isinstance(tensor, FakeTensor):
-            return tensor.fake_mode is self.fake_mode
+            return tensor.fake_mode is self.fake_mode and tensor.device.type != "meta"
         return self.fake_mode is None and tensor.device.type != "meta"
 
     def _count(self, storage, rows, when):

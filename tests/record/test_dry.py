@@ -225,3 +225,12 @@ def test_gpt_sizes_need_no_memory():
         wanted = 4 * sum(p.numel() for p in nn.ModuleList([GPT(config, device="meta")]).parameters())
     assert row.params == row.peak_grads == wanted
     assert row.peak_params == wanted + 4 * 256 * 4096  # the output layer's own weight, until it is tied
+
+
+def test_meta_tensors_hold_no_bytes():
+    def program():
+        shapes_only = nn.Linear(100, 100, bias=False, device="meta")
+        return torch.empty_like(shapes_only.weight[0], device="cpu")
+
+    row = dtlab.record_dry(program, world_size=2).memory().loc[0]
+    assert row.peak == row.other == 400
