@@ -1,8 +1,10 @@
 """FLOPs of training, and what share of the hardware's they are. A multiply and an add are two FLOPs."""
 import warnings
 
-from dtlab.theory.models import ModelShape, transformer_params
-from dtlab.validate import amount, at_least
+from dtlab.theory.models import ModelShape, layer_matrices, transformer_params
+from dtlab.validate import amount, at_least, one_of
+
+RECOMPUTE = (None, "selective", "full")
 
 
 def train_flops(num_params: float, num_tokens: float) -> float:
@@ -38,23 +40,42 @@ def model_flops_per_token(shape: ModelShape, *, num_params: float | None = None,
     return 6 * num_params + (6 if causal else 12) * shape.num_layers * width * shape.seq_length
 
 
-def batch_flops(shape: ModelShape, *, batch_size: int, recompute: bool = False) -> float:
+def batch_flops(shape: ModelShape, *, batch_size: int, recompute: str | None = None) -> float:
     """FLOPs of one step on ``batch_size`` sequences: the matrix products of the layers and of the logits.
 
-    72 B s l h^2 (1 + s/6h + V/12lh); with ``recompute`` each layer's forward a second time: 96 (1 + s/6h + V/16lh).
-    For 4h wide MLPs and heads that fill h. MFU takes the first, hardware FLOPs utilisation (HFU) the second.
+    72 B s l h^2 (1 + s/6h + V/12lh) for 4h wide MLPs and heads that fill h. MFU takes it without recomputation;
+    with it, it is what the hardware does, and HFU's.
+
+    Args:
+        recompute: None; "selective", the scores and their use a second time: + 4 B s^2 h a layer, 1 + 2s/9h in the
+            place of 1 + s/6h; "full", each layer's forward a second time: 96 (1 + s/6h + V/16lh).
 
     Example:
         >>> shape = ModelShape(num_layers=128, hidden_size=25600, num_heads=160, seq_length=2048, vocab_size=51200)
-        >>> [f"{batch_flops(shape, batch_size=3072, recompute=r):.3e}" for r in (False, True)]
-        ['3.856e+19', '5.139e+19']
+        >>> [f"{batch_flops(shape, batch_size=3072, recompute=r):.3e}" for r in (None, "selective", "full")]
+        ['3.856e+19', '3.872e+19', '5.139e+19']
 
-    Source: Narayanan et al. 2021, arXiv:2104.04473, equation 3 and its appendix.
+    Source: Narayanan et al. 2021, arXiv:2104.04473, equation 3 and its appendix. For "selective", Korthikanti et al.
+    2022, arXiv:2205.05198, appendix A, prints 1 + s/3h: as if the scores' forward were done three times more.
     """
-    h, s = shape.hidden_size, shape.seq_length
-    width, tokens = shape.num_heads * shape.head_size, at_least("batch_size", batch_size, 1) * s
-    forward = 2 * tokens * (4 * h * width + 2 * h * shape.ffn_hidden_size) + 4 * tokens * s * width
-    return (4 if recompute else 3) * shape.num_layers * forward + 6 * tokens * h * shape.vocab_size
+    one_of("recompute", recompute, RECOMPUTE)
+    s, width = shape.seq_length, shape.num_heads * shape.head_size
+    tokens = at_least("batch_size", batch_size, 1) * s
+    matrices, scores = 2 * tokens * layer_matrices(shape), 4 * tokens * s * width
+    again = {"full": matrices + scores, "selective": scores}.get(recompute, 0)
+    logits = 6 * tokens * shape.hidden_size * shape.vocab_size
+    return shape.num_layers * (3 * (matrices + scores) + again) + logits
+
+
+def recompute_flops_factor(shape: ModelShape, recompute: str | None) -> float:
+    """FLOPs of a step with recomputation / without: HFU / MFU; ``recompute`` as in ``batch_flops``.
+
+    Example:
+        >>> from dtlab.theory import GPT_7_5B
+        >>> [round(recompute_flops_factor(GPT_7_5B, r), 3) for r in (None, "selective", "full")]
+        [1.0, 1.025, 1.325]
+    """
+    return batch_flops(shape, batch_size=1, recompute=recompute) / batch_flops(shape, batch_size=1)
 
 
 def mfu(model_flops: float, *, time_s: float, num_devices: int, peak_flops: float) -> float:

@@ -1,4 +1,5 @@
-"""Numbers as they are read: three digits, and a unit with its prefix. GB and TB are 10**9 and 10**12 bytes."""
+"""Numbers as they are read: three digits, and a unit with its prefix. GB and TB are 10**9 and 10**12 bytes,
+GiB 2**30."""
 from math import floor, log10
 
 _PREFIXES = {-9: "n", -6: "u", -3: "m", 0: "", 3: "k", 6: "M", 9: "G", 12: "T", 15: "P", 18: "E"}
@@ -17,3 +18,17 @@ def in_units(amount, unit):
     power = min(max(power, min(_PREFIXES)), 0 if unit == "s" else max(_PREFIXES))
     number = amount / 10**power
     return f"{number:.3g} {_PREFIXES[power]}{unit}" if number < 999.5 else f"{number:,.0f} {_PREFIXES[power]}{unit}"
+
+
+def in_binary_units(num_bytes):
+    """Bytes, 0 or more, with the binary prefix that fits: MiB is 2**20 and GiB 2**30 bytes.
+
+    Example:
+        >>> [in_binary_units(n) for n in (956_301_312, 11_328 * 2**20, 25e9, 1023)]
+        ['912 MiB', '11.1 GiB', '23.3 GiB', '1,023 B']
+    """
+    for power, prefix in ((40, "Ti"), (30, "Gi"), (20, "Mi"), (10, "Ki")):
+        if num_bytes >= 2**power:
+            number = num_bytes / 2**power
+            return f"{number:.3g} {prefix}B" if number < 999.5 else f"{number:,.0f} {prefix}B"
+    return f"{num_bytes:,.0f} B"

@@ -55,7 +55,7 @@ def test_megatron_sc21_table_1(row):
     billions, heads, hidden, layers, gpus, batch, tflops, pflops, seconds, percent = row
     shape = gpt(layers, hidden, heads)
     assert transformer_params(shape) / 1e9 == pytest.approx(billions, abs=0.051)
-    time_s = batch_flops(shape, batch_size=batch, recompute=True) / (pflops * 1e15)
+    time_s = batch_flops(shape, batch_size=batch, recompute="full") / (pflops * 1e15)
     assert time_s == pytest.approx(seconds, abs=0.0051)
     assert pflops * 1e3 / gpus == pytest.approx(tflops, abs=1)
     share = mfu(batch_flops(shape, batch_size=batch), time_s=time_s, num_devices=gpus, peak_flops=A100)
@@ -76,7 +76,7 @@ def test_the_two_printed_forms_of_the_flops_of_a_batch():
     s, h, layers, v = 2048, 12288, 96, 51200
     full = 96 * b * s * layers * h * h * (1 + s / (6 * h) + v / (16 * layers * h))
     model = 72 * b * s * layers * h * h * (1 + s / (6 * h) + v / (12 * layers * h))
-    assert batch_flops(shape, batch_size=b, recompute=True) == pytest.approx(full)
+    assert batch_flops(shape, batch_size=b, recompute="full") == pytest.approx(full)
     assert batch_flops(shape, batch_size=b) == pytest.approx(model)
 
 
@@ -109,7 +109,7 @@ def test_days_of_megatron_sc21_equation_4():
     (105, 20480, 128, 2560, 640, 138, 169.2), (105, 20480, 128, 2240, 2240, 159, 42.0)])
 def test_days_of_megatron_sc21_table_2(layers, hidden, heads, batch, gpus, tflops, days):
     steps = 300e9 / (batch * 2048)
-    work = steps * batch_flops(gpt(layers, hidden, heads), batch_size=batch, recompute=True)
+    work = steps * batch_flops(gpt(layers, hidden, heads), batch_size=batch, recompute="full")
     assert training_days(work, num_devices=gpus, flops_per_s=tflops * 1e12) == pytest.approx(days, rel=2e-3)
 
 
