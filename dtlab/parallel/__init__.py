@@ -10,6 +10,7 @@ from dtlab.parallel.collectives import (
     tree_all_reduce,
 )
 from dtlab.parallel.data_parallel import DistributedDataParallel, global_mean
+from dtlab.parallel.recompute import recompute
 
 __all__ = [
     "DistributedDataParallel",
@@ -18,6 +19,7 @@ __all__ = [
     "global_mean",
     "halving_doubling_all_reduce",
     "naive_all_reduce",
+    "recompute",
     "ring_all_gather",
     "ring_all_reduce",
     "ring_reduce_scatter",
