@@ -1,4 +1,4 @@
-"""What techniques share: the place in a group, and tensors that travel together, in one flat buffer."""
+"""What techniques share: the place in a group, tensors that travel together in one flat buffer, and shards of such."""
 import torch
 import torch.distributed as dist
 
@@ -94,3 +94,105 @@ def broadcast_tensors(tensors, *, group_src: int = 0, group=None, bucket_bytes: 
         torch._foreach_copy_(bucket.views, part)
         dist.broadcast(bucket.flat.view(torch.uint8), group_src=group_src, group=group)  # bytes: gloo knows no int16
         torch._foreach_copy_(part, bucket.views)
+
+
+class FlatShards:
+    """How tensors lie end to end in one flat tensor of which each rank keeps an equal part, its shard.
+
+        a a a a a b b b | 0      8 elements on 3 ranks: padded to 9, shards of 3
+        rank 0  rank 1  rank 2   a shard's border is anywhere; the last ranks may have nothing but padding
+
+    This is the layout only: flat tensors and shards are made by whoever keeps them.
+
+    Args:
+        named_tensors: Pairs of name and tensor, all of one dtype and device.
+        group: The ranks that have a shard each; None for all.
+
+    Attributes:
+        names, shapes: Of the tensors.
+        numel: Elements of all tensors, without padding.
+        padded: Elements of the flat tensor: the next multiple of ``dp_size``.
+        shard_numel: Elements of a shard, padded / dp_size.
+        rank, dp_size: This rank's place in the group and the number of its ranks.
+        dtype, device: Of the tensors.
+    """
+
+    def __init__(self, named_tensors, *, group=None):
+        self.names, tensors = zip(*named_tensors)
+        self.group, (self.rank, self.dp_size) = group, place_in(group)
+        self.shapes, self.dtype, self.device = [t.shape for t in tensors], tensors[0].dtype, tensors[0].device
+        self.numel = sum(shape.numel() for shape in self.shapes)
+        self.shard_numel = -(-self.numel // self.dp_size)
+        self.padded = self.shard_numel * self.dp_size
+
+    def flatten(self, tensors) -> torch.Tensor:
+        """[padded]: a new flat tensor with the tensors' values, and zeros as padding. They may have another dtype."""
+        flat = torch.zeros(self.padded, dtype=self.dtype, device=self.device)
+        torch._foreach_copy_(self.views(flat), [t.detach() for t in tensors])
+        return flat
+
+    def views(self, flat: torch.Tensor) -> list:
+        """The pieces of a flat tensor in the tensors' shapes: the same memory, no padding."""
+        pieces = flat[: self.numel].split([shape.numel() for shape in self.shapes])
+        return [piece.view(shape) for piece, shape in zip(pieces, self.shapes)]
+
+    def shard_of(self, flat: torch.Tensor) -> torch.Tensor:
+        """[shard_numel]: this rank's part of a flat tensor: the same memory."""
+        return flat[self.rank * self.shard_numel : (self.rank + 1) * self.shard_numel]
+
+
+def total_norm(shards, *, group=None, norm_type: float = 2.0, replicated=()) -> torch.Tensor:
+    """The norm of all elements of all ranks' shards: the same number on every rank, a scalar tensor.
+
+    Each rank's norm to the power of p is summed (for infinity: the largest taken) by one all_reduce of one number.
+    16-bit shards are summed in float32.
+
+    Args:
+        shards: This rank's parts; elements that stand on several ranks must not be in it.
+        replicated: Tensors that are whole and the same on every rank: they count once.
+
+    Raises:
+        ConfigError: ``norm_type`` is not above 0.
+
+    Example: 3 on one rank and 4 on the other, and 12 on both, give 13; each alone would say 12.4 and 12.6
+    """
+    raise NotImplementedError
+
+
+def clip_shards_(shards, max_norm: float, *, group=None, norm_type: float = 2.0, replicated=()) -> torch.Tensor:
+    """Scale shards (and what is replicated) in place so that ``total_norm`` is ``max_norm`` at most; the norm before.
+
+    Every rank scales by the same factor. As torch's ``clip_grad_norm_``: by max_norm / (norm + 1e-6), if below 1.
+    """
+    raise NotImplementedError
+
+
+class ShardedState(dict):
+    """Keys and tensors for ``torch.distributed.checkpoint``: a shard is a DTensor of its flat tensor without padding.
+
+    They are this rank's own memory: what is loaded into them is in place; then call ``after_load``.
+
+    Attributes:
+        layout: For each key what lies where, as text: a checkpoint of another layout does not fit.
+        after_load: Called without arguments on every rank when new values are in place.
+    """
+
+    def __init__(self, after_load=lambda: None):
+        super().__init__()
+        self.layout, self.after_load = {}, after_load
+
+    def add_shard(self, key: str, shard: torch.Tensor, shards: FlatShards):
+        """Add this rank's [shard_numel] of a flat tensor that lies as ``shards`` says."""
+        raise NotImplementedError
+
+    def add_whole(self, key: str, tensor: torch.Tensor):
+        """Add a tensor that is the same on every rank: a step counter, a buffer."""
+        raise NotImplementedError
+
+    def add_optimizer(self, key: str, states: dict, shards: FlatShards):
+        """Add an optimizer's states of one shard, ``optimizer.state[parameter]``: shards as such, scalars whole.
+
+        Raises:
+            ConfigError: a state that is no tensor, or neither a scalar nor of the shard's shape.
+        """
+        raise NotImplementedError
