@@ -36,7 +36,7 @@ def _close_library():
 
 
 def _keep_handles():
-    """A list of the open sends: in gloo a dropped one may never leave, and nothing else tells whether it was awaited."""
+    """A list of the open sends: in gloo a dropped one may never leave, and nothing tells whether it was awaited."""
     from torch.distributed import distributed_c10d
 
     from dtlab.ranks import calls

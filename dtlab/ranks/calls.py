@@ -49,6 +49,7 @@ class Publisher:
         self._seqs = {}  # (channel, kind) -> next number
         self._groups = {}  # group name -> (global ranks, hash of name and ranks)
         self._works = {}  # id(Work) -> (weak reference to it, index of its call)
+        self._done = {}  # the same of handles of messages that were awaited
         self._waited = -1  # index of the latest call that was awaited
         self._last = None  # the last Work: pybind keeps one Python object of it, but nobody holds that one yet
         self._by_tensor = {}  # storage address of a functional collective's result -> index of its call
@@ -114,9 +115,16 @@ class Publisher:
 
     def gate_work(self, work, timeout=None):
         """Poll until the peers have published what this handle waits for; the index of its call."""
-        _, index = self._works.pop(id(work), (None, None))
+        key = id(work)
+        _, index = self._works.pop(key, (None, None))
         self._last = None if work is self._last else self._last
-        if index is not None:
+        if index is None and key in self._done:
+            index = self._done[key][1]
+            self.guard.refuse_second_wait(index)
+        elif index is not None:
+            call = self.board.call(self.rank, index)
+            if call is not None and call.kind != COLLECTIVE:
+                self._done[key] = weakref.ref(work, lambda _: self._done.pop(key, None)), index
             self.gate(index, work, timeout)
         return index
 

@@ -7,8 +7,8 @@ writes the text to the board, and every rank stops with it. No call waits longer
 
 Caught: collectives that differ in kind, reduce operation, root, dtype, shape or memory layout; the same named calls in
 another order; strided tensors where gloo mixes up their elements; outputs that share memory; messages of the wrong size
-or type; buffers touched before ``wait``; handles dropped without it; groups made with different ranks. Calls that a
-rank leaves out and circles of waits are found by the monitor in the notebook.
+or type; buffers touched before ``wait``; handles dropped without it, or awaited twice; groups made with different
+ranks. Calls that a rank leaves out and circles of waits are found by the monitor in the notebook.
 
 Not caught:
     - Swapped calls whose labels say nothing: one line for tensors without names (``for p in params``), messages of
@@ -266,6 +266,15 @@ class Guard:
         if self.on:
             calls = (self.board.call(self.rank, index) for index in self.buffers.handles)
             self._refuse_unawaited([call for call in calls if call is not None])
+
+    def refuse_second_wait(self, index):
+        """Refuse ``wait`` on the handle of a message that was awaited before: in gloo that waits for another one."""
+        import torch.distributed as dist
+
+        call = self.board.call(self.rank, index) if self.on and dist.get_backend() == dist.Backend.GLOO else None
+        if call is not None:
+            head = f"rank {self.rank} waits a second time for one message, and gloo then waits for another, for ever. "
+            self.refuse(f"{head}Call wait() once on:\n{self._line([self.rank], call)}", is_hanging=False)
 
     def _refuse_unawaited(self, lost):
         if lost:

@@ -441,6 +441,13 @@ def result_read_though_the_handle_is_dropped():
     return x.tolist()  # <-
 
 
+def message_awaited_twice():
+    n, mine = dist.get_world_size(), dist.get_rank()
+    works = [dist.isend(torch.ones(2), (mine + 1) % n), dist.irecv(torch.zeros(2), (mine - 1) % n)]  # <-
+    for work in [*works, *works]:
+        work.wait()
+
+
 def handle_dropped_before_another_call():
     dist.all_reduce(torch.ones(2), async_op=True)  # <-
     dist.barrier()
@@ -551,6 +558,25 @@ def test_a_dropped_handle_is_told_as_what_it_is(ranks):
         assert re.search(r"\n  rank \d  isend\(1 float32\) to rank \d  test_caught.py, line \d+:  dist.isend\(", text)
     text = message_of(ranks, handle_dropped_before_another_call)
     assert "handle of all_reduce never awaited. Nothing says when its result is there" in text
+
+
+def test_a_kept_handle_can_be_asked_for_though_its_message_is_through(ranks):
+    def sends_and_keeps(is_awaited):
+        from dtlab.ranks import calls
+
+        n, mine, number = dist.get_world_size(), dist.get_rank(), torch.zeros(1)
+        handle = dist.isend(torch.tensor([mine * 1.0]), (mine + 1) % n)
+        dist.recv(number, (mine - 1) % n)
+        dist.barrier()
+        if is_awaited:
+            handle.wait()
+        else:
+            calls.current.guard.refuse_open()
+        return number.item()
+
+    n = len(ranks.run(dist.get_rank))
+    assert ranks.run(sends_and_keeps, True) == [float((mine - 1) % n) for mine in range(n)]
+    assert "handle of isend never awaited" in message_of(ranks, lambda: sends_and_keeps(False))
 
 
 def test_a_message_is_shown_as_it_was_written(ranks):

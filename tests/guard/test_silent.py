@@ -669,6 +669,11 @@ def handles_in_a_list_that_is_awaited_late():
         works.pop().wait()
 
 
+def a_collective_awaited_twice():
+    work = dist.all_reduce(torch.ones(3), async_op=True)
+    work.wait(), work.wait()
+
+
 def many_small_tensors():
     import torch.distributed._functional_collectives as functional
 
