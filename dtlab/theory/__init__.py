@@ -30,6 +30,7 @@ from dtlab.theory.memory import (
     model_state_bytes,
     padding_elements,
     recipe_bytes,
+    step_memory,
     unit_sizes,
     zero_state_bytes,
     zero_states,
@@ -40,8 +41,9 @@ from dtlab.theory.units import in_binary_units
 
 __all__ = ["ALGORITHMS", "GPT_7_5B", "RECIPES", "RECOMPUTE", "Cost", "Link", "LlamaShape", "ModelShape",
            "activation_bytes", "activation_bytes_per_layer", "algbw", "base_op", "batch_flops", "busbw",
-           "busiest_rank_bytes", "collective_table", "collective_time_s", "gathered_bytes", "in_binary_units",
-           "layer_matrices", "layer_params", "logits_bytes", "mfu", "micro_batches_in_flight", "model_flops_per_token",
-           "model_state_bytes", "padding_elements", "recipe_bytes", "recompute_flops_factor", "ring_all_reduce_bytes",
-           "train_flops", "training_days", "transformer_params", "unit_sizes", "wire_bytes", "zero_state_bytes",
+           "busiest_rank_bytes", "collective_table", "collective_time_s", "gathered_bytes",
+           "in_binary_units", "layer_matrices", "layer_params", "logits_bytes", "mfu",
+           "micro_batches_in_flight", "model_flops_per_token", "model_state_bytes", "padding_elements",
+           "recipe_bytes", "recompute_flops_factor", "ring_all_reduce_bytes", "step_memory", "train_flops",
+           "training_days", "transformer_params", "unit_sizes", "wire_bytes", "zero_state_bytes",
            "zero_states", "zero_wire_elements"]

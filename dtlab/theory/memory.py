@@ -219,22 +219,27 @@ def activation_bytes(shape: ModelShape, *, micro_batch_size: int, recompute: str
 
 
 def unit_sizes(shape: ModelShape, num_units: int) -> list[int]:
-    """Parameters of each unit when a model is cut into ``num_units`` runs of whole layers (counts, in order).
+    """Parameters of stage 3's units (counts): the root's, then those of ``num_units`` runs of whole layers in order.
 
-    Embeddings, positions and the final norm are the root's: they are added to the first unit.
+    The root's are what is in no layer: embeddings, positions, the final norm.
+
+    Example:
+        >>> from dtlab.theory import GPT_7_5B
+        >>> [round(params / 1e9, 2) for params in unit_sizes(GPT_7_5B, 4)]
+        [0.22, 1.81, 1.81, 1.81, 1.81]
     """
     layers = divisible("num_layers", shape.num_layers, "num_units", at_least("num_units", num_units, 1))
     units = [layers * layer_params(shape)] * num_units
-    units[0] += transformer_params(shape) - sum(units)
-    return units
+    return [transformer_params(shape) - sum(units), *units]
 
 
-def gathered_bytes(unit_params: Sequence[int], *, held: int = 1, bytes_per_param: int = 2):
+def gathered_bytes(unit_params: Sequence[int], *, held: int = 1, root_params: int = 0, bytes_per_param: int = 2):
     """Bytes of whole parameters that stage 3 holds at its peak: the largest ``held`` units that follow one another.
 
     Args:
         unit_params: parameters of each unit (counts), in the order of their use.
         held: units gathered at once (count): 1; 2 where the next one is fetched while one computes.
+        root_params: parameters that stay whole from the first use to the last (count), beside all units.
 
     Raises:
         ConfigError: no units, or ``held`` below 1.
@@ -246,4 +251,37 @@ def gathered_bytes(unit_params: Sequence[int], *, held: int = 1, bytes_per_param
     sizes, held = list(unit_params), at_least("held", held, 1)
     if not sizes:
         raise ConfigError("unit_params ([]) must hold the parameters of at least one unit")
-    return bytes_per_param * max(sum(sizes[i : i + held]) for i in range(len(sizes)))
+    return bytes_per_param * (root_params + max(sum(sizes[i : i + held]) for i in range(len(sizes))))
+
+
+def step_memory(shape: ModelShape, *, micro_batch_size: int = 1, dp_size: int = 1, zero_stage: int = 0,
+                optimizer: str = "adam_mixed", recompute: str | None = None, flash_attention: bool = False,
+                num_units: int | None = None, prefetch: bool = True, bucket_bytes: int = 25 * 2**20):
+    """What a rank holds in a step, row by row (bytes): the three model states, activations, gathered, buckets.
+
+    ``gathered`` is what stage 3 holds whole: the root's weights and one unit's, two units' with ``prefetch``.
+    ``buckets`` is where whole gradients wait until they are reduced: a bucket at stage 2 (of one tensor, where that is
+    larger), a unit at stage 3.
+    Rows peak at different times, so that their sum is no peak but what suffices.
+
+    Args:
+        num_units: units of stage 3 (count); None: one for each layer.
+
+    Example:
+        >>> from dtlab.theory import GPT_7_5B
+        >>> rows = step_memory(GPT_7_5B, dp_size=64, zero_stage=3, recompute="full")
+        >>> {name: round(its_bytes / 1e9, 2) for name, its_bytes in rows.items()}
+        {'params': 0.23, 'grads': 0.23, 'optimizer_states': 1.4, 'activations': 1.07, 'gathered': 1.24, 'buckets': 0.44}
+    """
+    params, per_param = transformer_params(shape), recipe_bytes(optimizer)
+    root, *units = unit_sizes(shape, shape.num_layers if num_units is None else num_units)
+    largest = shape.hidden_size * max(shape.vocab_size, shape.ffn_hidden_size, 3 * shape.num_heads * shape.head_size)
+    waiting = {2: min(params, max(bucket_bytes / per_param["grads"], largest)), 3: max(root, *units)}
+    return {
+        **zero_states(params, dp_size=dp_size, zero_stage=zero_stage, optimizer=optimizer),
+        "activations": activation_bytes(shape, micro_batch_size=micro_batch_size, recompute=recompute,
+                                        flash_attention=flash_attention),
+        "gathered": gathered_bytes(units, held=1 + prefetch, root_params=root,
+                                   bytes_per_param=per_param["params"] if zero_stage == 3 else 0),
+        "buckets": per_param["grads"] * waiting.get(zero_stage, 0),
+    }
