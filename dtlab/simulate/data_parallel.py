@@ -68,7 +68,7 @@ def buckets(sizes, bucket_bytes):
     return ends[1:]
 
 
-def _per_bucket(gradients, *bucket_bytes):
+def per_bucket(gradients, *bucket_bytes):
     """For each ``bucket_bytes`` two arrays: each bucket's bytes, and the seconds of backward for it."""
     done = np.zeros((2, len(gradients) + 1))
     np.cumsum(np.array(gradients, dtype=float).T, axis=1, out=done[:, 1:])
@@ -86,7 +86,7 @@ def bucketed_step(forward_s, gradients, all_reduce_s, *, bucket_bytes, overlap=T
         bucket_bytes: as in ``buckets``.
         overlap: send a bucket when its last gradient is there; else all of them after backward.
     """
-    ((sizes, seconds),) = _per_bucket(gradients, bucket_bytes)
+    ((sizes, seconds),) = per_bucket(gradients, bucket_bytes)
     transfers = [Transfer(f"all_reduce of bucket {number}", (0,), "all_reduces", 0.0, time_s)
                  for number, time_s in enumerate(all_reduce_s(sizes).tolist())]
     numbers = range(len(transfers))
@@ -104,7 +104,7 @@ def bucketed_times_s(forward_s, gradients, all_reduce_s, *, bucket_bytes, overla
     The all_reduces follow each other, so a step ends with the longest of: a bucket is complete, then it and all behind
     it are sent without a gap.
     """
-    parts = _per_bucket(gradients, *bucket_bytes)
+    parts = per_bucket(gradients, *bucket_bytes)
     cost_s = all_reduce_s(np.concatenate([sizes for sizes, _ in parts]))
     times, start = [], 0
     for _, seconds in parts:
