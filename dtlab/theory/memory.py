@@ -58,7 +58,7 @@ def zero_states(num_params, *, dp_size, zero_stage: int, optimizer: str = "adam_
         zero_stage: 0 shards nothing, 1 optimizer states, 2 + gradients, 3 + parameters.
         optimizer: one of ``RECIPES``.
         padding: elements added so that every rank's shard is of one length: the sum over flat tensors (a bucket's, a
-            unit's) of ``padding_elements``. Counted in what is sharded.
+            unit's) of ``padding_elements``. Whole flat tensors hold them too.
         step_tensors: 4-byte step counters of Adam on this rank (count): one for each tensor that it updates.
 
     Raises:
@@ -71,8 +71,8 @@ def zero_states(num_params, *, dp_size, zero_stage: int, optimizer: str = "adam_
     Source: Rajbhandari et al. 2020, arXiv:1910.02054, section 5 and figure 1.
     """
     one_of("zero_stage", zero_stage, (0, 1, 2, 3))
-    whole = amount("num_params", num_params)
-    shard = (whole + at_least("padding", padding, 0)) / amount("dp_size", dp_size, above_0=True)
+    whole = amount("num_params", num_params) + at_least("padding", padding, 0)
+    shard = whole / amount("dp_size", dp_size, above_0=True)
     sharded = CATEGORIES[3 - zero_stage:]
     states = {name: size * (shard if name in sharded else whole) for name, size in recipe_bytes(optimizer).items()}
     states["optimizer_states"] += 4 * at_least("step_tensors", step_tensors, 0)

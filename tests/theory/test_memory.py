@@ -196,12 +196,12 @@ def test_deepspeeds_estimate_of_stage_2():
 
 
 def test_shards_of_padded_tensors_and_step_counters_are_exact():
-    """Two flat tensors of 10 and 7 elements on 4 ranks: shards of 3 and 2 elements."""
+    """Two flat tensors of 10 and 7 elements on 4 ranks: shards of 3 and 2 elements, 20 in all."""
     padding = padding_elements(10, 4) + padding_elements(7, 4)
     found = [zero_states(17, dp_size=4, zero_stage=stage, optimizer="adam_fp64", padding=padding, step_tensors=2)
              for stage in (0, 1, 2, 3)]
     assert [tuple(states.values()) for states in found] == [
-        (17 * 8, 17 * 8, 17 * 16 + 8), (17 * 8, 17 * 8, 5 * 16 + 8), (17 * 8, 5 * 8, 5 * 16 + 8),
+        (20 * 8, 20 * 8, 20 * 16 + 8), (20 * 8, 20 * 8, 5 * 16 + 8), (20 * 8, 5 * 8, 5 * 16 + 8),
         (5 * 8, 5 * 8, 5 * 16 + 8)]
 
 
