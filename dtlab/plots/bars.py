@@ -1,8 +1,8 @@
-"""Rows of numbers as bars from zero, or as dots on a logarithmic axis where they lie decades apart."""
+"""Rows of numbers as bars from zero, as dots on a logarithmic axis where they lie decades apart, or stacked."""
 from dataclasses import dataclass
 from math import log10
 
-from dtlab.plots.svg import COLOURS, arrow, document, label, line
+from dtlab.plots.svg import COLOURS, arrow, diamond, document, label, legend, letter, line, tick_step
 
 _WIDTH, _TOP, _ROW, _WORDS = 650, 34, 34, 84  # _WORDS: room for the number beside a bar
 
@@ -88,3 +88,67 @@ def _mark(panel, x, y, width, value, marked, hollow):
                f'stroke="{COLOURS["outline"]}"/>')
     if share > 1:
         yield arrow(end - (0 if panel.log else 12), middle, end + 12, middle, width=3)
+
+
+def stacked(rows, parts, *, texts, x, top, words=None, limits=(), said="", marked=None, measured=None, title, text):
+    """Draw a bar a row, made of parts: what a number consists of, and what of it fits.
+
+    Args:
+        rows: name of each row, at most 12 characters.
+        parts: ``{"params": [number for each row], ...}``, from the left; the keys are ``COLOURS``'s.
+        texts: what stands at the right of each row, at most 17 characters.
+        x: quantity and unit of the numbers.
+        top: where the axis ends, so that pictures compare; a bar that goes on ends in an arrow.
+        words: of the legend, where they are not the key.
+        limits: numbers at which a dashed line says what fits; ``said`` stands before them.
+        marked: number of the row to mark, with heavy outline and bold words.
+        measured: for each row the measured sum, a diamond; None where there is none.
+        title: for screen readers.
+        text: what the picture says, in words.
+
+    Returns:
+        Svg, 650 units wide.
+    """
+    left, right = 14 + 8 * max(map(len, rows)), 24 + 8.8 * max(map(len, texts))
+    place = lambda value: round(left + min(value / top, 1) * (_WIDTH - left - right), 1)
+    first, lines = 40 if limits else 24, [place(limit) for limit in limits]
+    bottom = first + _ROW * len(rows)
+    drawn = list(legend(parts, 4, words=words, marks=any(measured or ())))
+    for number in range(int(top / (step := tick_step(top, 4)) + 1e-9) + 1):
+        drawn += [line(place(number * step), first, place(number * step), bottom + 5, stroke="#C8C8C8", width=1),
+                  label(place(number * step), bottom + 19, f"{number * step:.4g}", anchor="middle", size=13)]
+    drawn.append(label((left + _WIDTH - right) / 2, bottom + 36, x, anchor="middle", size=13))
+    for number, (name, its_text) in enumerate(zip(rows, texts)):
+        y, look = first + _ROW * number, {"size": 14, "weight": "bold" if number == marked else "normal"}
+        drawn += [label(left - 8, y + 22, name, anchor="end", **look),
+                  label(_WIDTH - right + 18, y + 22, its_text, **look)]
+        bar = _bar({kind: values[number] for kind, values in parts.items()}, place, y, 2.5 if number == marked else 1)
+        drawn += [*bar, *(line(at, y, at, y + _ROW, dash="5 4", width=2) for at in lines)]
+        drawn += [letter(kind, at, y + 17) for kind, at in _letters(parts, number, place, lines)]
+        if sum(values[number] for values in parts.values()) > top:
+            drawn.append(arrow(place(top), y + 17, place(top) + 14, y + 17, width=3))
+        if measured and measured[number] is not None:
+            drawn.append(diamond(place(measured[number]), y + 17))
+    drawn += [label(left - 8, 36, said, anchor="end", size=13)] if limits else []
+    drawn += [label(at, 36, f"{limit:g}", anchor="middle", size=13, weight="bold") for limit, at in zip(limits, lines)]
+    return document(drawn, width=_WIDTH, height=bottom + 44, title=title, text=text)
+
+
+def _bar(parts, place, y, outline):
+    end = 0
+    for kind, value in parts.items():
+        start, end = end, end + value
+        if value:
+            yield (f'<rect x="{place(start)}" y="{y + 4}" width="{place(end) - place(start):.1f}" height="{_ROW - 8}" '
+                   f'fill="{COLOURS[kind]}" stroke="{COLOURS["outline"]}" stroke-width="{outline}"/>')
+
+
+def _letters(parts, number, place, lines):
+    """Where a bar's letters stand: in the middle of their part, beside a line that is there; none in narrow parts."""
+    end = 0
+    for kind, values in parts.items():
+        start, end = end, end + values[number]
+        middle, room = (place(start) + place(end)) / 2, (place(end) - place(start)) / 2 - 5
+        free = [middle + by for by in (0, 12, -12, 20, -20) if abs(by) < room and
+                all(abs(middle + by - at) > 8 for at in lines)]  # fmt: skip
+        yield from [(kind, free[0])] if free else []

@@ -1,7 +1,8 @@
 """Stacked columns from zero: what a number is made of, for each choice of a knob; marks say what was measured."""
-from dtlab.plots.svg import COLOURS, document, label, line, tick_step
+from dtlab.plots.svg import COLOURS, diamond, document, label, legend, letter, line, tick_step
 
 _WIDTH, _TOP, _HEIGHT, _LEFT, _RIGHT = 650, 30, 150, 66, 20
+_WORDS = {"communication": "exposed communication"}
 
 
 def columns(names, parts, *, x, y, marked=None, measured=None, top=None, title, text):
@@ -25,7 +26,7 @@ def columns(names, parts, *, x, y, marked=None, measured=None, top=None, title, 
     step, top = _ticks(max([top or 0, *totals, *(value for value in measured if value is not None)]))
     height = lambda value: value / top * _HEIGHT
     pitch = (_WIDTH - _LEFT - _RIGHT) / len(names)
-    drawn = list(_legend(parts, any(value is not None for value in measured)))
+    drawn = list(legend(parts, _LEFT, words=_WORDS, marks=any(value is not None for value in measured)))
     for number in range(round(top / step) + 1):
         at = round(_TOP + _HEIGHT - height(number * step), 1)
         drawn += [line(_LEFT, at, _WIDTH - _RIGHT, at, stroke="#C8C8C8", width=1),
@@ -42,15 +43,14 @@ def columns(names, parts, *, x, y, marked=None, measured=None, top=None, title, 
                          f'height="{tall:.1f}" fill="{COLOURS[kind]}" stroke="{COLOURS["outline"]}" '
                          f'stroke-width="{2.5 if is_marked else 1}"/>')
             if tall > 15:
-                drawn.append(label(round(left + pitch / 2, 1), round(base + tall / 2 + 5, 1), kind[0].upper(),
-                                   anchor="middle", size=13, weight="bold"))
+                drawn.append(letter(kind, left + pitch / 2, base + tall / 2))
         weight = "bold" if is_marked else "normal"
         middle = round(left + pitch / 2, 1)
         drawn += [label(middle, round(base - 5, 1), f"{totals[number]:.3g}", anchor="middle", weight=weight),
                   label(middle, _TOP + _HEIGHT + 16, name, anchor="middle", weight=weight)]
         if measured[number] is not None:
             right, at = left + 0.84 * pitch, _TOP + _HEIGHT - height(measured[number])
-            drawn += [_diamond(right, at), label(round(right + 9, 1), round(at + 4, 1), f"{measured[number]:.3g}")]
+            drawn += [diamond(right, at), label(round(right + 9, 1), round(at + 4, 1), f"{measured[number]:.3g}")]
     return document(drawn, width=_WIDTH, height=_TOP + _HEIGHT + 40, title=title, text=text)
 
 
@@ -60,22 +60,3 @@ def _ticks(most):
     step = tick_step(most, 3)
     return step, step * -(-most // step)
 
-
-def _diamond(x, y):
-    return (f'<path d="M {x - 7:.1f} {y:.1f} l 7 -7 l 7 7 l -7 7 Z" fill="{COLOURS["outline"]}" '
-            f'stroke="{COLOURS["paper"]}" stroke-width="1.5"/>')
-
-
-def _legend(parts, with_marks):
-    x = _LEFT
-    for kind in parts:
-        yield (f'<rect x="{x}" y="2" width="18" height="14" fill="{COLOURS[kind]}" stroke="{COLOURS["outline"]}"/>')
-        yield label(x + 9, 14, kind[0].upper(), anchor="middle", weight="bold")
-        yield label(x + 24, 14, _WORDS.get(kind, kind), size=13)
-        x += 46 + 7 * len(_WORDS.get(kind, kind))
-    if with_marks:
-        yield _diamond(x + 8, 9)
-        yield label(x + 22, 14, "measured", size=13)
-
-
-_WORDS = {"communication": "exposed communication"}

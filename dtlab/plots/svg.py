@@ -7,6 +7,7 @@ COLOURS = {
     "backward": "#D55E00", "grads": "#D55E00",
     "weight_grads": "#CC79A7",
     "optimizer": "#E69F00", "optimizer_states": "#E69F00",
+    "scores": "#56B4E9",
     "communication": "#009E73",
     "params": "#4D4D4D",
     "outline": "#222222", "idle": "#FFFFFF", "paper": "#FFFFFF",
@@ -93,3 +94,28 @@ def arrow(x1, y1, x2, y2, *, stroke=COLOURS["outline"], dash=None, width=1.5, bo
     tail, start = head(x1, y1, -1) if both else ("", (x1, y1))
     ends = (round(value, 1) for value in (*start, *end))
     return line(*ends, stroke=stroke, dash=dash, width=width) + tip + tail
+
+
+def letter(kind, x, y):
+    """The letter of a kind of ``COLOURS``, about a middle."""
+    fill = COLOURS["paper" if kind == "params" else "outline"]
+    return label(round(x, 1), round(y + 4.7, 1), kind[0].upper(), anchor="middle", size=13, weight="bold", fill=fill)
+
+
+def diamond(x, y):
+    """A mark of what was measured."""
+    return (f'<path d="M {x - 7:.1f} {y:.1f} l 7 -7 l 7 7 l -7 7 Z" fill="{COLOURS["outline"]}" '
+            f'stroke="{COLOURS["paper"]}" stroke-width="1.5"/>')
+
+
+def legend(kinds, x, *, words=None, marks=False):
+    """A line of boxes with letter and words for ``kinds`` of ``COLOURS``, from x; 18 units high."""
+    for kind in kinds:
+        said = (words or {}).get(kind, kind)
+        yield f'<rect x="{x}" y="2" width="18" height="14" fill="{COLOURS[kind]}" stroke="{COLOURS["outline"]}"/>'
+        yield letter(kind, x + 9, 9)
+        yield label(x + 24, 14, said, size=13)
+        x += 46 + 7 * len(said)
+    if marks:
+        yield diamond(x + 8, 9)
+        yield label(x + 22, 14, "measured", size=13)

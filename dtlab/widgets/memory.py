@@ -1,0 +1,98 @@
+"""Explorer of lesson 03: what a device has to hold, by category, and which devices it fits."""
+from dataclasses import replace
+
+from dtlab.plots.bars import stacked
+from dtlab.simulate.hardware import Hardware
+from dtlab.theory import (
+    GPT_7_5B,
+    ModelShape,
+    activation_bytes,
+    activation_bytes_per_layer,
+    model_state_bytes,
+    recipe_bytes,
+    recompute_flops_factor,
+    transformer_params,
+)
+from dtlab.theory.units import in_units
+from dtlab.widgets.explorer import Control, Explorer, toggle
+
+MODELS = {
+    "1.5B (GPT-2 XL)": ModelShape(num_layers=48, hidden_size=1600, num_heads=25, seq_length=1024, vocab_size=50257),
+    "7.5B": GPT_7_5B,
+    "22B": ModelShape(num_layers=48, hidden_size=6144, num_heads=64, seq_length=2048, vocab_size=51200),
+}
+DEVICES = ("A100-40GB", "A100-80GB", "H200", "B200")  # of as many different memories
+SEQUENCES = (1024, 2048, 4096, 8192, 16384, 32768)
+WORDS = {"optimizer_states": "optimizer states", "scores": "score matrices"}
+_TOP_GB = 600
+
+
+def memory():
+    """Explore the memory of training on one device: model states by recipe, activations by sequence and recomputation.
+
+    In GB of 10**9 bytes; tensors alone, without what an allocator rounds up or a device's libraries need.
+    """
+    controls = {"seq_length": Control("sequence [tokens]", SEQUENCES, text=lambda tokens: f"{tokens:,}"), **CONTROLS}
+    return Explorer(draw_memory, controls, first={"seq_length": 2048, "model": "7.5B"}, last={"seq_length": 8192},
+                    move="Drag the sequence from 2,048 to 8,192: the score matrices (S) grow 16 times, all else of the "
+                         "activations (A) 4 times. Then switch the score matrices off.")  # fmt: skip
+
+
+def _recomputations(values):
+    """Without score matrices there is nothing left that selective recomputation drops."""
+    return (None, "full") if values["flash_attention"] else (None, "selective", "full")
+
+
+CONTROLS = {
+    "flash_attention": toggle("flash attention: no score matrices"),
+    "recompute": Control("recompute in backward", _recomputations, "dropdown", text=lambda how: how or "nothing"),
+    "micro_batch_size": Control("sequences at once", (1, 2, 4, 8, 16)),
+    "recipe": Control("precision", ("adam_mixed", "adam_mixed_fp32_grads", "adam_mixed_both_grads"), "dropdown",
+                      text=lambda name: f"{name}: {sum(recipe_bytes(name).values())} bytes a parameter"),
+    "model": Control("model", tuple(MODELS), "dropdown"),
+}
+
+
+def activation_parts(shape, *, micro_batch_size, recompute, flash_attention):
+    """Bytes of activations without the score matrices (and what follows from them), and of these."""
+    choices = {"micro_batch_size": micro_batch_size, "recompute": recompute}
+    whole = activation_bytes(shape, flash_attention=flash_attention, **choices)
+    rest = activation_bytes(shape, flash_attention=True, **choices)
+    return {"activations": rest, "scores": whole - rest}
+
+
+def fits(num_bytes):
+    """The devices with so much memory, smallest first."""
+    return [name for name, limit in zip(DEVICES, limits_gb()) if num_bytes <= 1e9 * limit]
+
+
+def fits_text(num_bytes):
+    """The same in words."""
+    return f"fits {', '.join(fits(num_bytes)) or 'none of ' + ', '.join(DEVICES)}"
+
+
+def limits_gb():
+    """Memory of the devices, GB."""
+    return [Hardware.preset(f"1x{name}").memory_bytes / 1e9 for name in DEVICES]
+
+
+def draw_memory(seq_length, flash_attention, recompute, micro_batch_size, recipe, model):
+    """What one device holds: ``(Svg, numbers)``, bytes by category in ``states`` and ``activations``."""
+    shape = replace(MODELS[model], seq_length=seq_length)
+    choices = {"micro_batch_size": micro_batch_size, "recompute": recompute, "flash_attention": flash_attention}
+    states = model_state_bytes(transformer_params(shape), recipe=recipe)
+    activations = activation_parts(shape, **choices)
+    layer = activation_bytes_per_layer(seq_length=seq_length, hidden_size=shape.hidden_size, num_heads=shape.num_heads,
+                                       **choices)  # fmt: skip
+    sums = [sum(states.values()), sum(activations.values())]
+    total, more = sum(sums), recompute_flops_factor(shape, recompute) - 1
+    parts = {name: [value / 1e9, 0, value / 1e9] for name, value in states.items()}
+    parts |= {name: [0, value / 1e9, value / 1e9] for name, value in activations.items()}
+    numbers = {"states": states, "activations": activations, "layer_bytes": layer, "total_bytes": total,
+               "fits": fits(total), "extra_flops": more}  # fmt: skip
+    said = (f"{model}: {sums[0] / 1e9:.1f} GB of states + {sums[1] / 1e9:.1f} GB of activations (a layer "
+            f"{in_units(layer, 'B')}) = {total / 1e9:.1f} GB; {fits_text(total)}. Recomputation adds {more:.0%} FLOPs.")
+    picture = stacked(["states", "activations", "together"], parts, texts=[f"{b / 1e9:.1f} GB" for b in (*sums, total)],
+                      x="memory of one device [GB]", top=_TOP_GB, words=WORDS, limits=limits_gb(), said="devices:",
+                      marked=2, title="Memory of training on one device", text=said)  # fmt: skip
+    return picture, numbers
