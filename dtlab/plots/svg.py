@@ -10,6 +10,7 @@ COLOURS = {
     "scores": "#56B4E9",
     "communication": "#009E73",
     "params": "#4D4D4D",
+    "temporary": "#E4E4E4",
     "outline": "#222222", "idle": "#FFFFFF", "paper": "#FFFFFF",
 }
 
