@@ -1,28 +1,111 @@
-"""Checkpoints of sharded states: written by all ranks at once, whole or not at all, for any number of ranks."""
+"""Checkpoints of sharded states: written by all ranks at once, whole or not at all, for any number of ranks.
+
+    path/checkpoint.json   names the folder that counts and says what lies where; it is replaced in one instant
+    path/state_3/          what torch.distributed.checkpoint wrote: a file of each rank, and .metadata
+"""
+import json
 import os
+import shutil
+from pathlib import Path
+
+import torch
+import torch.distributed as dist
+
+from dtlab.errors import ConfigError
+from dtlab.parallel.shared import ShardedState, place_in
+
+_INDEX = "checkpoint.json"
 
 
-def save_checkpoint(path: str | os.PathLike, state: dict, *, group=None) -> None:
-    """Write ``state`` of all ranks of ``group`` under the folder ``path``; what was saved there before is replaced.
+def save_checkpoint(path: str | os.PathLike, state: ShardedState, *, group=None) -> None:
+    """Write ``state`` of all ranks of ``group`` into the folder ``path``, in place of what was saved there before.
 
-    A rank that dies at any moment leaves the old checkpoint whole, or the new one. All ranks must see the same folder.
+    A rank that dies at any moment leaves the old checkpoint whole, or the new one: the new one counts when all ranks
+    have written. Until then both take space. All ranks must see the same folder.
 
     Args:
         state: What ``sharded_state()`` returned.
+        group: The ranks of the state; None for all.
 
     Raises:
-        ConfigError: on every rank: the folder cannot be written, or holds something else.
+        ConfigError: on every rank: the folder cannot be written.
     """
-    raise NotImplementedError
+    import torch.distributed.checkpoint as dcp  # with DTensor half a second, which a notebook need not wait for
+
+    path, (rank, _) = Path(path).absolute(), place_in(group)
+    folder = _together(lambda: _new_folder(path) if rank == 0 else None, group)
+    dcp.save(dict(state), checkpoint_id=path / folder, process_group=group)  # returns when all ranks have written
+    _together(lambda: _make_it_count(path, folder, state.layout) if rank == 0 else None, group)
 
 
-def load_checkpoint(path: str | os.PathLike, state: dict, *, group=None) -> None:
+def _new_folder(path):
+    """A name that no save before this one has used, also none that was broken off."""
+    path.mkdir(parents=True, exist_ok=True)
+    numbers = [int(old.name.removeprefix("state_")) for old in path.glob("state_*")]
+    folder = f"state_{max(numbers, default=0) + 1}"
+    (path / folder).mkdir()
+    return folder
+
+
+def _make_it_count(path, folder, layout):
+    draft = path / folder / _INDEX
+    draft.write_text(json.dumps({"folder": folder, "layout": layout}, indent=1), encoding="utf-8")
+    os.replace(draft, path / _INDEX)  # one instant: before it the old checkpoint counts, after it the new one
+    for old in path.glob("state_*"):
+        if old.name != folder:
+            shutil.rmtree(old)
+
+
+@torch.no_grad()
+def load_checkpoint(path: str | os.PathLike, state: ShardedState, *, group=None) -> None:
     """Read a checkpoint into the memory of ``state``, on any number of ranks.
 
     Args:
-        state: What ``sharded_state()`` returned, of the same model, options and optimizer class as when it was saved.
+        state: What ``sharded_state()`` returned, of the same model, options and optimizer as when it was saved.
+        group: The ranks of the state; None for all.
 
     Raises:
-        ConfigError: on every rank: no checkpoint, or one that does not fit. Nothing has changed.
+        ConfigError: on every rank: no checkpoint, or one that does not fit; nothing has changed then, nor if a file
+            of it turns out to be damaged, which torch says.
     """
-    raise NotImplementedError
+    import torch.distributed.checkpoint as dcp
+    from torch.distributed.tensor import DTensor
+
+    path, _ = Path(path).absolute(), place_in(group)
+    folder = _together(lambda: _folder_that_fits(path, state), group)
+    loaded = {key: torch.empty_like(tensor) for key, tensor in state.items()}  # apart: a read may fail half-way
+    dcp.load(loaded, checkpoint_id=path / folder, process_group=group)
+    local = lambda tensor: tensor.to_local() if isinstance(tensor, DTensor) else tensor
+    for key, tensor in state.items():
+        local(tensor).copy_(local(loaded[key]))
+    state.after_load()
+
+
+def _folder_that_fits(path, state):
+    """The folder that counts, if it holds what ``state`` has: every key with the same dtype, sizes and names."""
+    if not (path / _INDEX).exists():
+        raise ConfigError(f"there is no checkpoint in {path}: no {_INDEX}, which stands there after a whole save")
+    index = json.loads((path / _INDEX).read_text(encoding="utf-8"))
+    saved, here = index["layout"], state.layout
+    if wrong := [key for key in {**saved, **here} if saved.get(key) != here.get(key)]:
+        texts = [f"{text[:300]} ..." if len(text) > 300 else text
+                 for text in (layout.get(wrong[0], "nothing") for layout in (saved, here))]
+        raise ConfigError(f"the checkpoint in {path} does not fit: {len(wrong)} of {len({**saved, **here})} entries "
+                          f"differ. The first is {wrong[0]!r}: saved is {texts[0]}; here is {texts[1]}. Use the model, "
+                          "the optimizer and the options (bucket_bytes, param_groups, master_dtype) that it was saved "
+                          "with; only the number of ranks may differ")
+    return index["folder"]
+
+
+def _together(function, group):
+    """Call ``function`` on every rank: what it returned on the first one, or, on all, the error of any rank."""
+    value = problem = None
+    try:
+        value = function()
+    except (OSError, ValueError) as error:  # ConfigError and broken JSON are ValueErrors
+        problem = f"rank {dist.get_rank()}: {error}"
+    answers = [None] * dist.get_world_size(group)
+    dist.all_gather_object(answers, (value, problem), group=group)
+    if problems := [problem for _, problem in answers if problem]:
+        raise ConfigError(problems[0])
+    return answers[0][0]

@@ -19,7 +19,15 @@ from torch import nn
 from torch.utils._pytree import tree_leaves
 
 from dtlab.errors import ConfigError
-from dtlab.parallel.shared import Bucket, broadcast_tensors, place_in, split_by_bytes
+from dtlab.parallel.shared import (
+    Bucket,
+    broadcast_tensors,
+    is_dry,
+    place_in,
+    refuse_different_models,
+    refuse_what_is_no_model,
+    split_by_bytes,
+)
 from dtlab.record import tag
 from dtlab.validate import at_least
 
@@ -71,11 +79,11 @@ class DistributedDataParallel(nn.Module):
                  find_unused_parameters: bool = False, broadcast_buffers: bool = True):
         super().__init__()
         at_least("bucket_bytes", bucket_bytes, 1)
-        _refuse_what_is_no_model(module)
+        refuse_what_is_no_model(module)
         self.module, self.group, (_, self.dp_size) = module, group, place_in(group)
         self.overlap, self.find_unused_parameters = overlap, find_unused_parameters
         self.broadcast_buffers = broadcast_buffers and any(True for _ in module.buffers())
-        _refuse_different_models(module, group, bucket_bytes=bucket_bytes, broadcast_buffers=broadcast_buffers,
+        refuse_different_models(module, group, bucket_bytes=bucket_bytes, broadcast_buffers=broadcast_buffers,
                                  find_unused_parameters=find_unused_parameters)  # fmt: skip
         self._send_model(group_src=0)
         trainable = [p for p in module.parameters() if p.requires_grad]
@@ -194,7 +202,7 @@ class DistributedDataParallel(nn.Module):
 
     def _on_any_rank(self, flags):
         """For each flag whether any rank has it; every rank gets the same answer."""
-        if _is_dry(self.group):
+        if is_dry(self.group):
             return flags
         flags = torch.tensor(flags, dtype=torch.uint8, device=self.buckets[0].flat.device)
         dist.all_reduce(flags, dist.ReduceOp.MAX, group=self.group)
@@ -273,40 +281,6 @@ def _on_gradient(reference, bucket, position, parameter):
     ddp = reference()
     if ddp is not None and ddp._is_syncing and _AVERAGED_BY.get(id(parameter)) is ddp:
         ddp._gradient_is_there(bucket, position)
-
-
-def _is_dry(group):
-    """Whether this is a dry recording: tensors have no values to look at, and one rank stands for all."""
-    return dist.get_backend(group) == "fake"
-
-
-def _refuse_what_is_no_model(module):
-    if not isinstance(module, nn.Module):
-        raise ConfigError(f"module is of type {type(module).__name__}: give a torch.nn.Module, the same on every rank")
-    inner = [name for name, part in module.named_modules() if isinstance(part, DistributedDataParallel)]
-    if inner:
-        raise ConfigError(f"module is or contains a DistributedDataParallel ({inner[0] or 'itself'}): gradients would "
-                          "be averaged twice. Wrap the plain model, ddp.module")
-
-
-def _refuse_different_models(module, group, **options):
-    """Compare options, names, shapes, dtypes and requires_grad over the ranks; on every rank the same error."""
-    if _is_dry(group):
-        return
-    trains = lambda t: "trainable" if t.requires_grad else "not trainable"
-    describe = lambda t: f"{str(t.dtype).removeprefix('torch.')} {list(t.shape)}, {trains(t)}"
-    mine = [(f"option {name}", str(value)) for name, value in options.items()]
-    mine += [(name, describe(t)) for name, t in [*module.named_parameters(), *module.named_buffers()]]
-    models = [None] * dist.get_world_size(group)
-    dist.all_gather_object(models, mine, group=group)
-    nothing, ranks = ("nothing more", ""), dist.get_process_group_ranks(group or dist.group.WORLD)
-    for rank, other in zip(ranks, models):
-        for position in range(max(len(models[0]), len(other))):
-            first, theirs = (m[position] if position < len(m) else nothing for m in (models[0], other))
-            if first != theirs:
-                raise ConfigError(f"rank {rank} has another model or option than rank {ranks[0]}. The first: rank "
-                                  f"{ranks[0]} has {' '.join(first)}; rank {rank} has {' '.join(theirs)}. "
-                                  "Build the same model on every rank; only its values may differ")
 
 
 def global_mean(loss_sum: torch.Tensor, num_tokens, group=None) -> torch.Tensor:

@@ -1,9 +1,16 @@
 """What techniques share: the place in a group, tensors that travel together in one flat buffer, and shards of such."""
+import itertools
+import math
+
 import torch
 import torch.distributed as dist
+from torch import nn
 
 from dtlab.errors import ConfigError
 from dtlab.simulate.data_parallel import buckets
+from dtlab.validate import amount
+
+_WRAPPERS = ("DistributedDataParallel", "FullyShardedModule")  # torch's too
 
 
 def place_in(group: dist.ProcessGroup | None) -> tuple[int, int]:
@@ -21,6 +28,41 @@ def place_in(group: dist.ProcessGroup | None) -> tuple[int, int]:
     if group is not None and not isinstance(group, dist.ProcessGroup):
         raise ConfigError(f"group ({group!r}) must be what dist.new_group returned, or None for all ranks")
     return dist.get_rank(group), dist.get_world_size(group)
+
+
+def is_dry(group):
+    """Whether this is a dry recording: tensors have no values to look at, and one rank stands for all."""
+    return dist.get_backend(group) == "fake"
+
+
+def refuse_what_is_no_model(module):
+    """Raise ConfigError if ``module`` is no torch.nn.Module, or its gradients are averaged or sharded already."""
+    if not isinstance(module, nn.Module):
+        raise ConfigError(f"module is of type {type(module).__name__}: give a torch.nn.Module, the same on every rank")
+    for name, part in module.named_modules():
+        if type(part).__name__ in _WRAPPERS:
+            raise ConfigError(f"module is or contains a {type(part).__name__} ({name or 'itself'}): gradients would be "
+                              "averaged twice. Wrap the plain model, ddp.module")
+
+
+def refuse_different_models(module, group, **options):
+    """Compare options, names, shapes, dtypes and requires_grad over the ranks; on every rank the same error."""
+    if is_dry(group):
+        return
+    trains = lambda t: "trainable" if t.requires_grad else "not trainable"
+    describe = lambda t: f"{_kind(t)} {list(t.shape)}, {trains(t)}"
+    mine = [(f"option {name}", str(value)) for name, value in options.items()]
+    mine += [(name, describe(t)) for name, t in [*module.named_parameters(), *module.named_buffers()]]
+    models = [None] * dist.get_world_size(group)
+    dist.all_gather_object(models, mine, group=group)
+    nothing, ranks = ("nothing more", ""), dist.get_process_group_ranks(group or dist.group.WORLD)
+    for rank, other in zip(ranks, models):
+        for position in range(max(len(models[0]), len(other))):
+            first, theirs = (m[position] if position < len(m) else nothing for m in (models[0], other))
+            if first != theirs:
+                raise ConfigError(f"rank {rank} has another model or option than rank {ranks[0]}. The first: rank "
+                                  f"{ranks[0]} has {' '.join(first)}; rank {rank} has {' '.join(theirs)}. "
+                                  "Build the same model on every rank; only its values may differ")
 
 
 class Bucket:
@@ -136,11 +178,17 @@ class FlatShards:
         pieces = flat[: self.numel].split([shape.numel() for shape in self.shapes])
         return [piece.view(shape) for piece, shape in zip(pieces, self.shapes)]
 
+    def name_of(self, element: int) -> str:
+        """Name of the tensor in which an element of the flat tensor lies."""
+        ends = itertools.accumulate(shape.numel() for shape in self.shapes)
+        return next(name for name, end in zip(self.names, ends) if element < end)
+
     def shard_of(self, flat: torch.Tensor) -> torch.Tensor:
         """[shard_numel]: this rank's part of a flat tensor: the same memory."""
         return flat[self.rank * self.shard_numel : (self.rank + 1) * self.shard_numel]
 
 
+@torch.no_grad()
 def total_norm(shards, *, group=None, norm_type: float = 2.0, replicated=()) -> torch.Tensor:
     """The norm of all elements of all ranks' shards: the same number on every rank, a scalar tensor.
 
@@ -148,7 +196,7 @@ def total_norm(shards, *, group=None, norm_type: float = 2.0, replicated=()) -> 
     16-bit shards are summed in float32.
 
     Args:
-        shards: This rank's parts; elements that stand on several ranks must not be in it.
+        shards: This rank's parts, one at least; an element must not be in those of two ranks.
         replicated: Tensors that are whole and the same on every rank: they count once.
 
     Raises:
@@ -156,25 +204,43 @@ def total_norm(shards, *, group=None, norm_type: float = 2.0, replicated=()) -> 
 
     Example: 3 on one rank and 4 on the other, and 12 on both, give 13; each alone would say 12.4 and 12.6
     """
-    raise NotImplementedError
+    p = float(amount("norm_type", norm_type, above_0=True) if norm_type != math.inf else math.inf)
+    dtype = max((t.dtype for t in [*shards, *replicated]), key=lambda kind: kind.itemsize)
+    dtype = torch.float32 if dtype.itemsize < 4 else dtype
+    device = shards[0].device
+    norm_of = lambda tensors: torch.stack([torch.linalg.vector_norm(t, p, dtype=dtype).to(device) for t in tensors])
+    norms = norm_of([t for t in shards if t.numel()] or [torch.zeros(1, dtype=dtype, device=device)])
+    if p == math.inf:
+        total = norms.max()
+        dist.all_reduce(total, dist.ReduceOp.MAX, group=group)
+        return torch.stack([total, *(norm_of(replicated) if replicated else ())]).max()
+    total = norms.pow(p).sum()
+    dist.all_reduce(total, group=group)
+    return (total + (norm_of(replicated).pow(p).sum() if replicated else 0)).pow(1 / p)
 
 
+@torch.no_grad()
 def clip_shards_(shards, max_norm: float, *, group=None, norm_type: float = 2.0, replicated=()) -> torch.Tensor:
     """Scale shards (and what is replicated) in place so that ``total_norm`` is ``max_norm`` at most; the norm before.
 
-    Every rank scales by the same factor. As torch's ``clip_grad_norm_``: by max_norm / (norm + 1e-6), if below 1.
+    Every rank scales by the same factor, as torch's ``clip_grad_norm_``: max_norm / (norm + 1e-6) if that is below 1.
     """
-    raise NotImplementedError
+    amount("max_norm", max_norm)
+    norm = total_norm(shards, group=group, norm_type=norm_type, replicated=replicated)
+    factor = (max_norm / (norm + 1e-6)).clamp(max=1.0)
+    for tensor in [*shards, *replicated]:
+        tensor.mul_(factor.to(tensor.device))
+    return norm
 
 
 class ShardedState(dict):
     """Keys and tensors for ``torch.distributed.checkpoint``: a shard is a DTensor of its flat tensor without padding.
 
-    They are this rank's own memory: what is loaded into them is in place; then call ``after_load``.
+    They are this rank's own memory, so that loading is in place. Call ``after_load`` then.
 
     Attributes:
         layout: For each key what lies where, as text: a checkpoint of another layout does not fit.
-        after_load: Called without arguments on every rank when new values are in place.
+        after_load: Called without arguments, on every rank, when new values are in place.
     """
 
     def __init__(self, after_load=lambda: None):
@@ -183,11 +249,19 @@ class ShardedState(dict):
 
     def add_shard(self, key: str, shard: torch.Tensor, shards: FlatShards):
         """Add this rank's [shard_numel] of a flat tensor that lies as ``shards`` says."""
-        raise NotImplementedError
+        from torch.distributed.device_mesh import DeviceMesh  # half a second, which a notebook need not wait for
+        from torch.distributed.tensor import DTensor, Shard
+
+        mesh = DeviceMesh.from_group(shards.group or dist.group.WORLD, shard.device.type)
+        start = shards.rank * shards.shard_numel
+        mine = shard.detach()[: max(0, min(shards.shard_numel, shards.numel - start))]  # the last ranks may have none
+        self[key] = DTensor.from_local(mine, mesh, [Shard(0)], run_check=False, shape=(shards.numel,), stride=(1,))
+        pieces = ", ".join(f"{name} {list(shape)}" for name, shape in zip(shards.names, shards.shapes))
+        self.layout[key] = f"{_kind(shard)} {shards.numel}: {pieces}"
 
     def add_whole(self, key: str, tensor: torch.Tensor):
         """Add a tensor that is the same on every rank: a step counter, a buffer."""
-        raise NotImplementedError
+        self[key], self.layout[key] = tensor.detach(), f"{_kind(tensor)} {list(tensor.shape)}"
 
     def add_optimizer(self, key: str, states: dict, shards: FlatShards):
         """Add an optimizer's states of one shard, ``optimizer.state[parameter]``: shards as such, scalars whole.
@@ -195,4 +269,16 @@ class ShardedState(dict):
         Raises:
             ConfigError: a state that is no tensor, or neither a scalar nor of the shard's shape.
         """
-        raise NotImplementedError
+        for name, value in states.items():
+            if isinstance(value, torch.Tensor) and value.shape == (shards.shard_numel,):
+                self.add_shard(f"{key}.{name}", value, shards)
+            elif isinstance(value, torch.Tensor) and value.dim() == 0:
+                self.add_whole(f"{key}.{name}", value)
+            else:
+                is_what = list(value.shape) if isinstance(value, torch.Tensor) else type(value).__name__
+                raise ConfigError(f"the optimizer's state {name!r} is {is_what}; a checkpoint takes tensors, a number "
+                                  f"torch.tensor(0.) or of the shard's shape [{shards.shard_numel}]")
+
+
+def _kind(tensor):
+    return str(tensor.dtype).removeprefix("torch.")

@@ -1,77 +1,488 @@
-"""ZeRO stages 1 and 2: every rank computes with the whole model, but updates only its part and keeps states for no more.
+"""ZeRO stages 1 and 2: each rank computes with the whole model, updates its part only and keeps states for no more.
 
-    backward   bucket by bucket, from the model's end: reduce_scatter of gradients; this rank gets the mean of its shard
-    step       the optimizer updates this rank's shard; all_gather gives every rank the others' shards
+    backward   bucket by bucket, from the model's end: reduce_scatter; this rank gets the mean gradient of its shard
+    step       the optimizer updates this rank's shard; all_gather gives every rank the shards of all
 
-    memory of a rank     parameters   gradients   optimizer states       Psi parameters on n ranks
-    data parallel        Psi          Psi         K Psi
-    stage 1              Psi          Psi         K Psi / n
-    stage 2              Psi          Psi / n     K Psi / n               all three: + padding, 2 Psi (n-1)/n sent a step
+    a rank's memory   parameters   gradients    optimizer states      Psi parameters on n ranks, each bucket padded
+    data parallel     Psi          Psi          K Psi                 to a multiple of n; all three send
+    stage 1           Psi          Psi          K Psi / n             2 (n-1)/n Psi elements a step
+    stage 2           Psi          Psi / n      K Psi / n
 """
 import contextlib
+import functools
+import weakref
 
 import torch
+import torch.distributed as dist
 from torch import nn
 
 from dtlab.errors import ConfigError
+from dtlab.parallel.shared import (
+    FlatShards,
+    ShardedState,
+    broadcast_tensors,
+    clip_shards_,
+    is_dry,
+    place_in,
+    refuse_different_models,
+    refuse_what_is_no_model,
+    split_by_bytes,
+)
+from dtlab.record import tag
+from dtlab.validate import at_least
+
+_OTHER_STAGES = {0: "stage 0 shards nothing: use DistributedDataParallel and a plain optimizer",
+                 3: "stage 3 shards the parameters too: use FullyShardedModule and a plain optimizer"}  # fmt: skip
+
+
+class _Bucket:
+    """Parameters that travel together, as views of one flat tensor.
+
+    Attributes:
+        flat: [padded] parameters. ``mine``: [shard_numel] of it, this rank's shard.
+        master: [shard_numel], what the optimizer updates: ``mine`` itself, or a copy in another dtype.
+        grads: [padded] gradients, of which each ``.grad`` is a view; None while there is none.
+        grad: [shard_numel], the mean over the ranks of this rank's shard; None before it is reduced.
+        ready: Positions of the parameters whose gradient is there in this backward pass.
+    """
+
+    def __init__(self, named_parameters, group, zero_stage, master_dtype):
+        self.parameters, self.zero_stage = [p for _, p in named_parameters], zero_stage
+        self.shards = FlatShards(named_parameters, group=group)
+        self.flat = self.shards.flatten(self.parameters)
+        for parameter, view in zip(self.parameters, self.shards.views(self.flat)):
+            parameter.data = view
+        self.mine = self.shards.shard_of(self.flat)
+        dtype = master_dtype or (torch.float32 if self.flat.itemsize < 4 else self.flat.dtype)
+        self.has_copy = dtype != self.flat.dtype
+        self.master = nn.Parameter(self.mine.to(dtype))
+        self.grads, self.grad, self.ready, self.version = None, None, set(), self._version()
+        self.say_what_it_is()
+
+    def say_what_it_is(self):
+        """Tell a recording, which may have begun only now."""
+        tag(self.flat, "params")
+        if self.has_copy:
+            tag(self.master, "optimizer_states")
+
+    def _version(self):
+        return sum(p._version for p in self.parameters)
+
+    def owns(self, parameter) -> bool:
+        """Whether the parameter's values stand in the flat tensor: not after ``.to()`` or another wrapper."""
+        return parameter.untyped_storage()._cdata == self.flat.untyped_storage()._cdata
+
+    def take(self, position):
+        """Move one gradient into the flat tensor: the one that autograd made is freed."""
+        if self.grads is None:
+            self.grads = tag(torch.empty_like(self.flat), "grads")
+            self.views = self.shards.views(self.grads)
+            self.grads[self.shards.numel :].zero_()
+        parameter, view = self.parameters[position], self.views[position]
+        if parameter.grad is None:  # unused: counts as zero
+            view.zero_()
+        elif parameter.grad is not view:
+            view.copy_(parameter.grad)
+            parameter.grad = view
+
+    def start(self):
+        """Send the gradients: ``(the call's handle, where the mean of this rank's shard will stand)``."""
+        for position in set(range(len(self.parameters))) - self.ready:
+            self.take(position)
+        self.grads.div_(self.shards.dp_size)  # before the sum: a float16 above 65,504 is infinite
+        mean = self.shards.shard_of(self.grads)
+        if self.zero_stage == 2:
+            mean = tag(torch.empty_like(self.mine), "grads")
+            self.forget_whole_gradients()
+        # reduce_scatter, (n-1)/n * bytes of the bucket per rank
+        return dist.reduce_scatter_tensor(mean, self.grads, group=self.shards.group, async_op=True), mean
+
+    def land(self, work, mean):
+        """Wait for the call; stage 2 frees the flat gradients and adds the shard to that of micro-batches before."""
+        work.wait()
+        if self.zero_stage == 1:
+            self.grad = mean
+            return
+        self.grads = self.views = None
+        # Subtle: a sum of many in 16 bits would lose small ones, so it is kept as the master is
+        self.grad = mean if self.grad is None else tag(self.grad.to(self.master.dtype).add_(mean), "grads")
+
+    def forget_whole_gradients(self):
+        for parameter in self.parameters:
+            parameter.grad = None
+
+    def update(self, optimizer):
+        """Let the optimizer update this bucket's shard: it passes over what has no gradient."""
+        if self.has_copy and self.version != self._version():  # load_state_dict, an initialisation
+            self.master.detach().copy_(self.mine)
+        self.master.grad = self.grad.to(self.master.dtype)
+        optimizer.step()
+        self.master.grad = None
+
+    def first_nonfinite(self):
+        """The name of the first parameter whose part in this shard is not finite."""
+        element = int((~self.grad.isfinite()).nonzero()[0]) + self.shards.rank * self.shards.shard_numel
+        return self.shards.name_of(element)
+
+    def gather(self):
+        """Send this rank's new shard to all and get theirs: the call's handle."""
+        if self.has_copy:
+            self.mine.copy_(self.master.detach())
+        self.version = self._version()
+        # all_gather, (n-1)/n * bytes of the bucket per rank
+        return dist.all_gather_into_tensor(self.flat, self.mine, group=self.shards.group, async_op=True)
 
 
 class ZeroOptimizer:
-    """An elementwise optimizer whose states are shared out over the ranks of ``group``; gradients are their mean.
+    """An elementwise optimizer whose states are shared out over the ranks of ``group``, for their mean gradient.
 
-    Takes the place of ``DistributedDataParallel`` and the optimizer together: call ``module`` itself, ``backward()``,
-    then this object's ``step()`` and ``zero_grad()``. Parameters become views of flat buffers.
+    It takes the place of DistributedDataParallel and the optimizer together: call ``module`` itself, ``backward()``,
+    then ``step()`` of this object. ``step()`` uses the gradients up; ``zero_grad()`` forgets them without a step.
+
+    Parameters become views of flat tensors, so that nothing is copied when shards are gathered. ``state_dict()`` and
+    ``load_state_dict()`` of ``module`` work as before and ``deepcopy`` gives a model of its own; after ``.to()``,
+    ``.half()`` or another wrapper ``step()`` says that the parameters have left: convert first, then wrap.
+
+    A parameter without gradient counts as zero (a plain optimizer passes over it; here momentum and weight decay go
+    on). Stage 1: ``.grad`` holds the mean after backward only within this rank's shard. Stage 2: ``.grad`` is None.
+
+    Communication on each rank, n ranks, P bytes of trainable parameters with padding (a tied one counts once):
+    reduce_scatter in backward and all_gather in ``step()``, (n-1)/n P bytes sent by each, two calls a bucket. Stage 2
+    reduces in every backward pass. Plus one all_reduce of 8 bytes a step, by which all ranks know of a NaN, and, if the
+    module has buffers, one broadcast of them a step: as in data parallel, all ranks follow the first one's.
 
     Args:
-        module: The same on every rank; parameters, and buffers, get the values of the group's first rank.
-        optimizer_class: Of torch or your own, as long as each element's update needs that element only.
-        zero_stage: 1 shares optimizer states, 2 gradients too.
+        module: Its parameters are registered in about the order in which forward uses them.
+        optimizer_class: Of torch or your own. Each element's update needs that element only, and parameters may be
+            updated one by one: this is tried on four numbers.
+        zero_stage: 1 shards the optimizer's states, 2 gradients too.
         group: Ranks that hold a replica each; None for all.
-        bucket_bytes: Largest bucket of more than one parameter.
-        overlap: False sends after backward instead of during it.
-        master_dtype: Of the shard that the optimizer updates; None: float32 for 16-bit parameters, else their own.
-        param_groups: Options for some parameters, as torch's: ``[{"params": [...], "weight_decay": 0.1}, ...]``; None
-            for all trainable parameters with ``optimizer_kwargs``.
+        bucket_bytes: Largest bucket of more than one parameter. Stage 2 holds two buckets' gradients beside its shards.
+        overlap: A bucket's reduce_scatter runs while backward goes on, and its all_gather while the next bucket is
+            updated (the next forward pass waits for all of them). False waits for each.
+        master_dtype: Of the shards that the optimizer updates; None: float32 for 16-bit parameters, else their own.
+        param_groups: Options for some parameters, as torch's: ``[{"params": [...], "weight_decay": 0.1}, ...]``; each
+            has buckets of its own. None: all have ``optimizer_kwargs``.
         optimizer_kwargs: For ``optimizer_class``.
+
+    Attributes:
+        optimizer: The optimizer of this rank's shards, for a learning rate scheduler.
+
+    Raises:
+        ConfigError: ranks have different models or options; nothing to train; a stage that is not here; an optimizer
+            that needs whole matrices, norms or a closure (Muon, Adafactor, LBFGS); in backward: a sparse gradient, two
+            of one parameter, or stage 1 reduced a second time.
+
+    Not here: loss scaling (use bfloat16), LBFGS and others that need more than one element.
+
+    Source: Rajbhandari et al. 2020, arXiv:1910.02054, sections 5 (stages) and 7 (communication).
     """
 
     def __init__(self, module: nn.Module, optimizer_class, *, zero_stage: int = 1, group=None,
                  bucket_bytes: int = 25 * 2**20, overlap: bool = True, master_dtype: torch.dtype | None = None,
                  param_groups: list | None = None, **optimizer_kwargs):  # fmt: skip
-        raise NotImplementedError
+        at_least("bucket_bytes", bucket_bytes, 1)
+        if zero_stage not in (1, 2):
+            raise ConfigError(f"zero_stage ({zero_stage!r}) must be 1 or 2: "
+                              f"{_OTHER_STAGES.get(zero_stage, 'there is no such stage')}")
+        refuse_what_is_no_model(module)
+        place_in(group)
+        self.module, self.zero_stage, self.group, self.overlap = module, zero_stage, group, overlap
+        groups = _groups_of(module, param_groups)
+        name_of = {id(p): name for name, p in module.named_parameters()}
+        refuse_different_models(module, group, zero_stage=zero_stage, bucket_bytes=bucket_bytes,
+                                master_dtype=master_dtype, optimizer_class=getattr(optimizer_class, "__name__", ""),
+                                optimizer_kwargs=optimizer_kwargs,
+                                param_groups=[(options, [name_of[id(p)] for p in ps]) for options, ps in groups])
+        self._make_optimizer = functools.partial(optimizer_class, **optimizer_kwargs)
+        if not is_dry(group):
+            for options, parameters in groups:
+                _refuse_what_is_not_elementwise(self._make_optimizer, options, parameters[0].device)
+        broadcast_tensors([*module.parameters(), *module.buffers()], group=group)
+        self.buckets = []  # in the order in which backward completes them
+        self._make_buckets(groups, bucket_bytes, master_dtype, name_of)
+        self._is_syncing, self._pass_ended, self._states_are_made = True, True, False
+        self._num_started, self._in_flight, self._end_of_pass = 0, [], None
+        self._num_steps = torch.zeros((), dtype=torch.int64)
+        self._hook_parameters()
+
+    def _make_buckets(self, groups, bucket_bytes, master_dtype, name_of):
+        """Buckets of one group's parameters each, and the optimizer of their masters."""
+        place = {id(p): i for i, p in enumerate(reversed(list(self.module.parameters())))}  # in backward
+        parts = [(i, part) for i, (_, parameters) in enumerate(groups)
+                 for part in split_by_bytes(sorted(parameters, key=lambda p: place[id(p)]), bucket_bytes)]  # fmt: skip
+        masters = [[] for _ in groups]
+        for i, part in sorted(parts, key=lambda item: place[id(item[1][-1])]):
+            named = [(name_of[id(p)], p) for p in part]
+            self.buckets.append(_Bucket(named, self.group, self.zero_stage, master_dtype))
+            masters[i].append(self.buckets[-1].master)
+        self.optimizer = self._make_optimizer([{**o, "params": its} for (o, _), its in zip(groups, masters)])
 
     @property
     def param_groups(self) -> list:
-        """The optimizer's groups; options such as ``lr`` may be changed between steps."""
-        raise NotImplementedError
+        """The optimizer's groups, whose options (``lr``) may be changed between steps; their params are shards."""
+        return self.optimizer.param_groups
 
-    def step(self) -> None:
-        """Update this rank's shards and gather everyone's: afterwards all ranks have the same new parameters.
+    # backward
 
-        Raises:
-            ConfigError: no gradient was reduced; parameters are no longer views of the flat buffers.
-            FloatingPointError: on every rank: a gradient is NaN or infinite; nothing was updated.
-        """
-        raise NotImplementedError
+    def _hook_parameters(self):
+        """Call ``_on_gradient`` for each gradient. Hooks hold this object weakly, and go when it goes."""
+        hooks, me = [], weakref.ref(self)
+        for bucket in self.buckets:
+            for position, parameter in enumerate(bucket.parameters):
+                hook = functools.partial(_on_gradient, me, bucket, position)
+                hooks.append(parameter.register_post_accumulate_grad_hook(hook))
+        weakref.finalize(self, lambda: [hook.remove() for hook in hooks])
 
-    def zero_grad(self) -> None:
-        """Forget the gradients."""
-        raise NotImplementedError
+    def _gradient_is_there(self, bucket, position):
+        """One gradient is complete: start what is complete with it, always in the order of the buckets."""
+        parameter, name = bucket.parameters[position], bucket.shards.names[position]
+        if parameter.grad.layout is not torch.strided:
+            raise ConfigError(f"{name} has a sparse gradient, which fits no flat tensor: for nn.Embedding use "
+                              "sparse=False")
+        if self.zero_stage == 1 and bucket.grad is not None and parameter.grad is bucket.views[position]:
+            raise ConfigError(f"{name} got a gradient after stage 1 had reduced it, once a step: for micro-batches put "
+                              "every backward pass but the last into no_sync(), or use zero_stage=2; and call "
+                              "step() or zero_grad() in between steps")
+        is_reduced = self._is_syncing or self.zero_stage == 2
+        if is_reduced and (self._end_of_pass is None or self._end_of_pass() is None):
+            self._begin()
+        if position in bucket.ready:
+            raise ConfigError(f"{name} got a second gradient in one backward pass, after the first may have been sent: "
+                              "torch.utils.checkpoint needs use_reentrant=False")
+        bucket.take(position)
+        if is_reduced:
+            bucket.ready.add(position)
+            while self._num_started < len(self.buckets) and self._next_is_full():
+                self._start_next()
+
+    def _begin(self):
+        """With the first gradient of a backward pass: ask autograd to call ``_finish`` at its end."""
+        self._refuse_broken_pass()
+        self._pass_ended, self._num_started = False, 0
+        # Subtle: autograd alone holds this object, so that it also goes with a pass that fails
+        finish = functools.partial(ZeroOptimizer._finish, self)
+        self._end_of_pass = weakref.ref(finish)
+        torch.autograd.Variable._execution_engine.queue_callback(finish)
+
+    def _next_is_full(self):
+        bucket = self.buckets[self._num_started]
+        return len(bucket.ready) == len(bucket.parameters)
+
+    def _start_next(self):
+        if self.zero_stage == 2:
+            self._land()  # one bucket is on its way while the next one fills: no more are held
+        bucket = self.buckets[self._num_started]
+        self._num_started += 1
+        self._in_flight.append((bucket, *bucket.start()))
+        if not self.overlap:
+            self._land()
+
+    def _land(self):
+        for bucket, work, mean in self._in_flight:
+            bucket.land(work, mean)
+        self._in_flight = []
+
+    @torch.no_grad()
+    def _finish(self):
+        """At the end of backward: start what is left and wait for all of it."""
+        self._end_of_pass = None  # a gradient that comes now is of another pass
+        while self._num_started < len(self.buckets):
+            self._start_next()
+        self._land()
+        for bucket in self.buckets:
+            bucket.ready.clear()
+        self._pass_ended = True
 
     @contextlib.contextmanager
     def no_sync(self):
-        """Stage 1: backward inside only adds to ``.grad``; the first outside sends the sum.
+        """Stage 1: backward inside only adds to ``.grad``; the first one outside sends the sum.
 
-        Stage 2 keeps no whole gradient to add to: each backward pass is reduced and added to the shard, inside and
-        outside. The result is the same, and all is sent each time.
+        Stage 2 has no whole gradients to add to, and no_sync changes nothing: every backward pass is reduced and added
+        to the shards. The result is the same; m micro-batches send their gradients m times.
+
+        Divide each micro-batch's loss by the number of micro-batches, as without ranks.
         """
-        raise NotImplementedError
-        yield
+        before, self._is_syncing = self._is_syncing, False
+        try:
+            yield
+        finally:
+            self._is_syncing = before
+
+    # a step
+
+    @torch.no_grad()
+    def step(self, closure=None) -> None:
+        """Update this rank's shards and gather everyone's: then all ranks have the same new parameters.
+
+        Raises:
+            ConfigError: no gradient was reduced; the last backward pass failed; parameters have left the flat tensors.
+            FloatingPointError: on every rank, if a gradient is NaN or infinite on any. Nothing was updated;
+                ``zero_grad()`` skips the step.
+        """
+        if closure is not None:
+            raise ConfigError("step(closure) would compute gradients inside the step: call backward() before step()")
+        self._refuse_what_left()
+        self._refuse_nonfinite(self._mean_gradients())
+        if self._states_are_made and not self._num_steps:
+            self.optimizer.state.clear()
+        works = []
+        for bucket in reversed(self.buckets):  # as forward uses them
+            bucket.say_what_it_is()
+            bucket.update(self.optimizer)
+            works.append(bucket.gather())
+            if not self.overlap:
+                works[-1].wait()
+        for work in works:
+            work.wait()
+        self._num_steps += 1
+        self.zero_grad()
+        broadcast_tensors(self.module.buffers(), group=self.group)
+
+    def zero_grad(self) -> None:
+        """Forget the gradients; stage 2 frees their memory."""
+        for _, work, _ in self._in_flight:  # of a pass that failed: it still writes
+            work.wait()
+        self._in_flight, self._pass_ended = [], True
+        for bucket in self.buckets:
+            bucket.grad = None
+            bucket.ready.clear()
+            bucket.forget_whole_gradients()
+            if self.zero_stage == 2:
+                bucket.grads = None
 
     def clip_grad_norm_(self, max_norm: float, norm_type: float = 2.0) -> torch.Tensor:
-        """Scale the gradients so that the norm of the whole gradient is ``max_norm`` at most; return it before that."""
-        raise NotImplementedError
+        """Scale the gradients so that the norm of the whole gradient is ``max_norm`` at most; the norm before.
 
-    def sharded_state(self):
-        """Parameters, optimizer states and buffers for ``save_checkpoint`` and ``load_checkpoint``."""
-        raise NotImplementedError
+        One all_reduce of one number: all ranks get the same norm, and scale by the same factor.
+        """
+        return clip_shards_(self._mean_gradients(), max_norm, group=self.group, norm_type=norm_type)
+
+    def _mean_gradients(self):
+        """This rank's shards of the mean gradient, bucket by bucket."""
+        self._refuse_broken_pass()
+        if self.buckets[0].grad is None:
+            raise ConfigError("no gradient was reduced since the last step: call backward() outside no_sync() first")
+        return [bucket.grad for bucket in self.buckets]
+
+    # checkpoints
+
+    def sharded_state(self) -> ShardedState:
+        """What ``save_checkpoint`` takes: masters, the optimizer's states, buffers and frozen parameters.
+
+        Not in it: options such as ``lr``, gradients, random number generators.
+        """
+        if not self.optimizer.state:
+            self._make_states()
+        state = ShardedState(after_load=self._gather)
+        state.add_whole("num_steps", self._num_steps)
+        for i, bucket in enumerate(self.buckets):
+            state.add_shard(f"{i}.parameters", bucket.master, bucket.shards)
+            state.add_optimizer(str(i), self.optimizer.state[bucket.master], bucket.shards)
+        for name, tensor in self.module.state_dict(keep_vars=True).items():
+            if isinstance(tensor, torch.Tensor) and not tensor.requires_grad:
+                state.add_whole(f"whole.{name}", tensor)
+        return state
+
+    def _make_states(self):
+        """States to load into: torch's optimizers make theirs in the first step. One that never was saves none."""
+        self._states_are_made = True
+        for group in self.optimizer.param_groups:
+            for master in group["params"]:
+                zeros = nn.Parameter(torch.zeros_like(master))
+                zeros.grad = torch.zeros_like(master)
+                other = self._make_optimizer([{**group, "params": [zeros]}])
+                other.step()
+                self.optimizer.state[master] = other.state[zeros]
+
+    @torch.no_grad()
+    def _gather(self):
+        for bucket in self.buckets:
+            bucket.gather().wait()
+
+    # refusals
+
+    def _refuse_broken_pass(self):
+        if not self._pass_ended:
+            raise ConfigError("the last backward pass failed on the way, so that some gradients are reduced and others "
+                              "not: call zero_grad() and begin the step again")
+
+    def _refuse_what_left(self):
+        """Each parameter that is trained must be one that this object updates, and the other way round."""
+        mine = {id(p) for bucket in self.buckets for p in bucket.parameters if bucket.owns(p)}
+        if left := [name for name, p in self.module.named_parameters() if p.requires_grad != (id(p) in mine)]:
+            raise ConfigError(f"{_some(left)}: added, frozen, unfrozen, moved or converted after ZeroOptimizer was "
+                              "made, or another one was made of the same module, so that a step would not reach it. "
+                              "Make the ZeroOptimizer last, of the model as it is now")
+
+    def _refuse_nonfinite(self, grads):
+        """All ranks look for the first parameter whose gradient is not finite."""
+        if is_dry(self.group):
+            return
+        names = [name for bucket in self.buckets for name in bucket.shards.names]
+        first = len(names)
+        norms = torch.stack([norm.to(grads[0].device) for norm in torch._foreach_norm(grads, float("inf"))])
+        if not norms.isfinite().all():
+            first = names.index(next(b.first_nonfinite() for b in self.buckets if not b.grad.isfinite().all()))
+        first = torch.tensor(first, device=grads[0].device)
+        dist.all_reduce(first, dist.ReduceOp.MIN, group=self.group)
+        if first < len(names):
+            raise FloatingPointError(f"the gradient of {names[first]} is NaN or infinite on some rank, so no rank has "
+                                     "made the step. To skip it: zero_grad()")
+
+
+def _on_gradient(reference, bucket, position, parameter):
+    """The hook of a parameter. Of two objects that wrapped it the newer one acts."""
+    zero = reference()
+    if zero is not None and bucket.owns(parameter):
+        with torch.no_grad():
+            zero._gradient_is_there(bucket, position)
+
+
+def _some(names):
+    return ", ".join(names[:5]) + (f" and {len(names) - 5} more" if len(names) > 5 else "")
+
+
+def _groups_of(module, param_groups):
+    """Pairs of options and parameters, which are together all that is trained, each once."""
+    trained = {id(p): name for name, p in module.named_parameters() if p.requires_grad}
+    if not trained:
+        raise ConfigError("module has no parameter that requires a gradient: there is nothing to update")
+    groups = []
+    for group in param_groups or [{"params": module.parameters()}]:
+        parameters = [p for p in group["params"] if p.requires_grad]
+        if parameters:
+            groups.append(({name: v for name, v in group.items() if name != "params"}, parameters))
+    listed = [id(p) for _, parameters in groups for p in parameters]
+    if wrong := [name for key, name in trained.items() if listed.count(key) != 1]:
+        raise ConfigError(f"param_groups must name each trainable parameter once, not {_some(wrong)}: set "
+                          "requires_grad=False for what is not trained")
+    if strangers := len(set(listed) - set(trained)):
+        raise ConfigError(f"param_groups has {strangers} parameters that are not in module")
+    return groups
+
+
+def _refuse_what_is_not_elementwise(make, options, device):
+    """A shard holds any elements: four numbers updated one by one must come out as a matrix does at once."""
+    values = torch.tensor([[1.0, -2.0], [3.0, 0.5]], dtype=torch.float64 if device.type != "mps" else None)
+    matrix = nn.Parameter(values.clone().to(device))
+    numbers = [nn.Parameter(value.clone().view(1)) for value in matrix.detach().view(-1)]
+    at_once = make([{**options, "params": [matrix]}])
+    reason = "updated one by one, the numbers of a matrix come out differently"
+    try:
+        one_by_one = make([{**options, "params": numbers}])
+        for _ in range(2):
+            matrix.grad = matrix.detach() ** 2 - 1.5
+            at_once.step()
+            for number in numbers:
+                number.grad = number.detach() ** 2 - 1.5
+                one_by_one.step()
+                number.grad = None
+        difference = torch.cat(numbers).view(2, 2) - matrix
+        if (difference.abs() <= 1e-6 * (matrix - values.to(device)).abs()).all():
+            return
+    except Exception as error:  # what a custom optimizer raises
+        reason = str(error)
+    name = type(at_once).__name__
+    raise ConfigError(f"{name} cannot be sharded: {reason}. Each rank updates any elements of the flat parameters, so "
+                      "use an elementwise optimizer: SGD, Adam, AdamW, RMSprop, Adagrad ...")
