@@ -90,26 +90,28 @@ def _mark(panel, x, y, width, value, marked, hollow):
         yield arrow(end - (0 if panel.log else 12), middle, end + 12, middle, width=3)
 
 
-def stacked(rows, parts, *, texts, x, top, words=None, limits=(), said="", marked=None, measured=None, title, text):
+def stacked(rows, parts, *, texts, x, top, words=None, limits=(), said="", marked=None, measured=None, room=8, title,
+            text):
     """Draw a bar a row, made of parts: what a number consists of, and what of it fits.
 
     Args:
         rows: name of each row, at most 12 characters.
         parts: ``{"params": [number for each row], ...}``, from the left; the keys are ``COLOURS``'s.
-        texts: what stands at the right of each row, at most 17 characters.
+        texts: what stands at the right of each row.
         x: quantity and unit of the numbers.
         top: where the axis ends, so that pictures compare; a bar that goes on ends in an arrow.
         words: of the legend, where they are not the key.
         limits: numbers at which a dashed line says what fits; ``said`` stands before them.
         marked: number of the row to mark, with heavy outline and bold words.
         measured: for each row the measured sum, a diamond; None where there is none.
+        room: for so many characters of ``texts``; the rest is the axis's.
         title: for screen readers.
         text: what the picture says, in words.
 
     Returns:
         Svg, 650 units wide.
     """
-    left, right = 14 + 8 * max(map(len, rows)), 24 + 8.8 * max(map(len, texts))
+    left, right = 14 + 8 * max(map(len, rows)), 24 + 8.8 * room
     place = lambda value: round(left + min(value / top, 1) * (_WIDTH - left - right), 1)
     first, lines = 40 if limits else 24, [place(limit) for limit in limits]
     bottom = first + _ROW * len(rows)

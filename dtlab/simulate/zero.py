@@ -3,7 +3,7 @@
 Every rank does the same, so one program stands for all of them:
 
     stage 0      forward | backward, all_reduce of buckets                 | optimizer
-    stage 1, 2   forward | backward, reduce_scatter of buckets             | optimizer of a shard | all_gather
+    stage 1, 2   forward | backward, reduce_scatter of buckets             | optimizer of a shard, all_gather of buckets
     stage 3      forward, all_gather of units | backward, all_gather and reduce_scatter of units | optimizer of a shard
 """
 import numpy as np
@@ -24,8 +24,8 @@ def zero_step(shape, hardware, *, num_ranks, zero_stage, batch_size=1, recompute
     """The timeline of a step of the course's ZeRO modules, one rank drawn for all; with tokens/s and MFU of all.
 
     Matrix products take time at the FLOP/s that the hardware reaches. The optimizer's step takes as long as its bytes
-    need: gradients and parameters once, states in and out. Stages 1 and 2 send the same, and gather their parameters
-    with nothing to compute beside it.
+    need: gradients and parameters once, states in and out. Stages 1 and 2 send the same: their parameters are gathered
+    bucket by bucket with little to compute beside it.
 
     Args:
         shape: ``theory.ModelShape``; whether it fits the devices' memory is not asked.
@@ -74,10 +74,12 @@ def zero_step(shape, hardware, *, num_ranks, zero_stage, batch_size=1, recompute
         backward = [2 * logits_s, *[(backward_s - 2 * logits_s) / num_units] * num_units]
         rank.gather_units(forward, backward, cost_s("all_gather", params * param_size),
                           cost_s("reduce_scatter", params * grad_size), prefetch)  # fmt: skip
-    rank.run(_OPTIMIZER, _optimizer_s(transformer_params(shape), hardware, num_ranks if zero_stage else 1, recipe))
+    optimizer_s = _optimizer_s(transformer_params(shape), hardware, num_ranks if zero_stage else 1, recipe)
     if zero_stage in (1, 2):
-        for number, time_s in enumerate(cost_s("all_gather", sizes * param_size / grad_size)):
-            rank.wait(rank.start("all_gather", number, time_s))
+        rank.update_buckets((optimizer_s * sizes / sizes.sum()).tolist(),
+                            cost_s("all_gather", sizes * param_size / grad_size))  # fmt: skip
+    else:
+        rank.run(_OPTIMIZER, optimizer_s)
     return Timeline(rank.boxes(), tokens=num_ranks * batch_size * shape.seq_length,
                     model_flops=num_ranks * model_flops, peak_flops=num_ranks * hardware.peak_flops)  # fmt: skip
 
@@ -139,6 +141,14 @@ class _Rank:
         for number, (seconds, time_s) in enumerate(zip(backward, reduce)):
             self.run(_BACKWARD, seconds)
             started.append(self.start(op, number, time_s))
+        self.wait(*started)
+
+    def update_buckets(self, optimizer, gather):
+        """The optimizer's step bucket by bucket, and the all_gather of each: seconds of both."""
+        started = []
+        for number, (seconds, time_s) in enumerate(zip(optimizer, gather)):
+            self.run(_OPTIMIZER, seconds)
+            started.append(self.start("all_gather", number, time_s))
         self.wait(*started)
 
     def gather_units(self, forward, backward, gather, reduce, prefetch):

@@ -1,11 +1,9 @@
 """Explorer of lesson 02: how large a bucket of gradients should be, and what of the communication still shows."""
-import contextlib
 import statistics
 import time
 
 import numpy as np
 
-from dtlab.errors import ConfigError
 from dtlab.plots.columns import columns
 from dtlab.plots.timeline import timeline
 from dtlab.plots.twin import twin
@@ -17,7 +15,7 @@ from dtlab.simulate.data_parallel import (
 )
 from dtlab.simulate.hardware import Hardware
 from dtlab.theory import GPT_7_5B, transformer_params
-from dtlab.widgets.explorer import Control, Explorer, Run, toggle
+from dtlab.widgets.explorer import Control, Explorer, Run, live_ranks, toggle
 
 _WHOLE = 10**12  # bytes: above any model here
 _BUCKETS = {1: "1 param.", 25 * 10**6: "25 MB", 10**8: "100 MB", 25 * 10**7: "250 MB", 5 * 10**8: "500 MB",
@@ -27,7 +25,6 @@ _NETWORKS = ("InfiniBand EDR", "InfiniBand HDR", "InfiniBand NDR", "InfiniBand X
 _LAYERS, _FORWARD_S, _BACKWARD_S, _PAYLOAD = 8, 0.005, 0.02, 2**19  # timed layers of 2 MiB, in float32
 # number of buckets -> layers in each, overlap
 _TIMED = {"8, after backward": (1, False), "8": (1, True), "4": (2, True), "2": (4, True), "1": (8, True)}
-_LIVE_RANKS = 4
 _COMPUTE = ("forward", "backward")
 
 
@@ -87,16 +84,9 @@ def measure():
 
     The layers sleep, so ranks do not fight for cores, and the messages are real.
     """
-    import dtlab
     from dtlab.record.calibration import carrier
 
-    ranks = dtlab.current_ranks()
-    with contextlib.ExitStack() as stack:
-        if ranks is not None and len(ranks) < 2:
-            raise ConfigError("measuring takes 2 ranks at least, and 1 is live; others in its place would end it, with "
-                              "its variables: launch more yourself, ranks = dtlab.launch(4), and run again")
-        if ranks is None:
-            ranks = stack.enter_context(dtlab.launch(_LIVE_RANKS))
+    with live_ranks() as ranks:
         sizes = sorted({4 * _PAYLOAD * layers for layers, _ in _TIMED.values()})
         costs_s = np.max(ranks.run(_time_all_reduces, sizes, carrier(ranks), guard=False), axis=0)  # the slowest rank's
         measured = [max(ranks.run(_time_step, layers, overlap, carrier(ranks), guard=False))

@@ -3,6 +3,7 @@
 An explorer is a pure function of named values, and controls over them. It opens on the first end of its key move, the
 one change that it is there to show. Readers without a kernel see both ends of the move in one static picture.
 """
+import contextlib
 from dataclasses import dataclass
 from typing import NamedTuple
 
@@ -51,6 +52,26 @@ class Run(NamedTuple):
     measure: object
     takes: str = "some seconds"
     shows: str = "the picture"
+
+
+@contextlib.contextmanager
+def live_ranks():
+    """For ``measure``: the ranks that are live, or four that end with the measurement.
+
+    Raises:
+        ConfigError: one rank is live; others in its place would end it.
+    """
+    import dtlab
+
+    ranks = dtlab.current_ranks()
+    if ranks is None:
+        with dtlab.launch(4) as ranks:
+            yield ranks
+    elif len(ranks) < 2:
+        raise ConfigError("measuring takes 2 ranks at least, and 1 is live; others in its place would end it, with "
+                          "its variables: launch more yourself, ranks = dtlab.launch(4), and run again")
+    else:
+        yield ranks
 
 
 class Explorer:
