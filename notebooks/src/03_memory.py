@@ -1,0 +1,476 @@
+# %% [markdown]
+# # 03 Memory
+#
+# Every byte and every FLOP of a training step, counted before it runs; and what to do when the bytes are too many.
+#
+# | You will build | Needs | Runs on | Takes | Works on |
+# |---|---|---|---|---|
+# | an account of a step's memory and FLOPs; recomputation by hand | [02](../notebooks/02_data_parallel.ipynb), Part A | 4 ranks on CPU | A 35 min, B 25 min | Linux; Windows through WSL2; macOS and Colab: not tried |
+#
+# Words are explained in the [glossary](../notebooks/GLOSSARY.md). The first cell imports what the lesson uses:
+
+# %% name="imports" tags=["timing"]
+import functools
+from dataclasses import replace
+
+import psutil
+import torch
+
+import dtlab
+from dtlab import parallel, plots, theory
+from dtlab.data import SyntheticLanguage, batches, shard_batch
+from dtlab.models import GPT, GPTConfig, TransformerLayer, cross_entropy, gpt
+from dtlab.simulate.tables import live_bytes
+
+WORLD_SIZE = 4
+torch.set_num_threads(1)  # the model here is too small to gain from more
+print(dtlab.doctor())
+
+# %% [markdown]
+# ## Before you start
+#
+# <details><summary>What is the same on all ranks of data parallelism, and what is not?</summary>
+# The model, its gradients after the average, the optimizer; not the rows of the batch.</details>
+# <details><summary>How many FLOPs does a step of N parameters on T tokens need?</summary>
+# About 6NT: 2NT forward, 4NT backward.</details>
+# <details><summary>A number here can be one of three kinds. Which?</summary>
+# Exact here (values, bytes, counts), replayed (time on named hardware), waited (this machine's clock).</details>
+#
+# # Part A
+#
+# ## The problem
+#
+# Lesson 02 left out that the course's model does not fit. One A100, one sequence of 2,048 tokens:
+
+# %% name="too-much" tags=["exact"]
+big = theory.GPT_7_5B
+num_params, sizes = theory.transformer_params(big), dict(hidden_size=4096, num_heads=32)
+states = sum(theory.model_state_bytes(num_params).values())
+a_layer = theory.activation_bytes_per_layer(seq_length=2048, micro_batch_size=1, **sizes)
+print(f"{num_params / 1e9:.2f} billion parameters: {states / 1e9:.1f} GB of states + "
+      f"{big.num_layers} layers x {a_layer / 2**20:.0f} MiB = {big.num_layers * a_layer / 1e9:.1f} GB "
+      "of activations. An A100 has 80 GB")
+
+# %% [markdown]
+# ## The idea
+#
+# Everything a step holds is in one of two accounts:
+#
+# $$M = \Psi \, (w + g + o) + L \, A(s, b, h)$$
+#
+# **Model states** live from step to step: for each of $\Psi$ parameters $w$ bytes of weight, $g$ of gradient and $o$ of
+# optimizer state. **Activations** live from forward to backward: $A$ bytes that each of $L$ layers keeps for its
+# gradient, which grow with $s$ tokens, $b$ sequences and the hidden size $h$. (GB is $10^9$ bytes here, MiB $2^{20}$.)
+
+# %% name="question-1" tags=["exact", "folded"]
+# Question 03.1: run me
+question = "1 billion parameters in 16 bits, trained with Adam in mixed precision. GB before the first activation?"
+dtlab.predict("03.1", question, choices={
+    "2": "Those are the weights alone: one byte in eight.",
+    "4": "Weights and gradients. Adam has two states for each parameter.",
+    "8": "With Adam's states, if they had 16 bits; and without the 32-bit copy of the weights that Adam updates.",
+    "16": "2 weights, 2 gradients, and in 32 bits a copy of the weights, momentum and variance: 4 each.",
+})
+
+# %% [markdown]
+# ## Build it
+#
+# ### Count the states
+#
+# The small GPT comes first, in float32: 4 bytes for each weight, for its gradient and for both of Adam's states. Adam also
+# counts steps, in 4 bytes for each *tensor*:
+
+# %% name="count" tags=["exact"]
+small = dict(num_layers=4, hidden_size=192, num_heads=12, seq_length=128, vocab_size=256,
+             tie_embeddings=False)
+config, psi = GPTConfig(**small), theory.transformer_params(theory.ModelShape(**small))
+parameters = list(GPT(config).parameters())
+print(f"{psi:,} parameters by formula, {sum(p.numel() for p in parameters):,} by sum(numel)")
+formula = {"params": 4 * psi, "grads": 4 * psi, "optimizer_states": 8 * psi + 4 * len(parameters)}
+
+# %% [markdown]
+# ### Record a step
+#
+# Data parallelism by hand, as in lesson 02, with 8 sequences a rank. (`call` waits for Part B, `keep_grads` for the
+# exercises.)
+
+# %% name="train"
+data = SyntheticLanguage(vocab_size=256).sample(65536, seed=0)
+
+def plainly(function, *args):
+    return function(*args)
+
+def train(steps=2, call=plainly, keep_grads=False):
+    model = GPT(config)
+    for layer in model.layers:
+        layer.forward = functools.partial(call, layer.forward)
+    optimizer = torch.optim.AdamW(model.parameters())
+    for step in range(steps):
+        batch = batches(data, config.seq_length, 8 * world_size, seed=0, step=step)
+        inputs, targets = shard_batch(batch, rank, world_size)
+        optimizer.zero_grad(set_to_none=not keep_grads)
+        cross_entropy(model(inputs), targets, reduction="mean").backward()
+        for parameter in model.parameters():
+            dist.all_reduce(parameter.grad)
+            parameter.grad /= world_size
+        optimizer.step()
+
+# %% [markdown]
+# ## Run it on ranks
+#
+# The recorder sees each block of memory from its first use until it is freed, and learns what it was: a parameter, a
+# gradient, an optimizer's state, something that autograd saved for backward; the rest is *other*. The most bytes of each:
+
+# %% name="states" tags=["exact"]
+ranks = dtlab.launch(WORLD_SIZE)
+recording = ranks.record(train)
+table = recording.memory()
+for name, its_bytes in formula.items():
+    print(f"{name:16} formula {its_bytes:>10,}, recorded", table[f"peak_{name}"].map("{:,}".format).unique())
+    assert (table[f"peak_{name}"] == its_bytes).all()
+
+# %% [markdown]
+# To the byte, and the same on every rank: data parallelism holds the states as many times as there are ranks (lesson 04 is
+# about that). And a billion parameters, in mixed precision?
+
+# %% name="answer-1" tags=["exact"]
+print(theory.RECIPES["adam_mixed"])
+dtlab.reveal("03.1", f"{sum(theory.model_state_bytes(1e9).values()) / 1e9:.0f}")
+
+# %% [markdown]
+# ### Watch it breathe
+#
+# What rank 0 held, over both steps:
+
+# %% name="breathing" tags=["picture"]
+plots.memory(recording)
+
+# %% [markdown]
+# Forward piles up activations; backward takes them from the top, last layer first, while gradients (from below) come.
+# Adam's states appear at the end of the first step and stay: *one step does not show the peak*. And the peak is not the
+# sum of all: where activations are most, `zero_grad` has freed the gradients.
+#
+# ### Count the activations
+#
+# What one layer keeps, in bytes for each of $sbh$ (16-bit numbers: 2 bytes; masks of dropout: 1):
+#
+# | part | keeps | bytes |
+# |---|---|---|
+# | two norms | their inputs | 2 + 2 |
+# | attention | its input; Q, K, V; the projection's input; a mask | 2 + 6 + 2 + 1 |
+# | MLP | its input; GELU's input and output, 4h wide; a mask | 2 + 8 + 8 + 1 |
+# | scores, $a$ heads | softmax, its mask, what dropout left: $a s^2 b$ each | $(2 + 1 + 2) \; a s / h$ |
+#
+# $$A = sbh \left( 34 + 5 \frac{as}{h} \right) \quad \text{bytes}$$
+#
+# The result is in bytes: nothing is to be multiplied by 2 again. Is it true at real size? A dry recording has no values
+# and needs no memory. One layer, 2,048 and 8,192 tokens; with the matrices of scores, and with flash attention, which
+# computes them piece by piece and keeps none:
+
+# %% name="layer" tags=["exact"]
+def layers(seq_length, scores=True, num_layers=1, call=plainly):
+    torch.nn.functional.dropout = lambda x, p, *_: torch.native_dropout(x, p, True)[0]
+    shape = GPTConfig(seq_length=seq_length, dropout=0.1, flash_attention=not scores, **sizes)
+    x = torch.empty(1, seq_length, shape.hidden_size, dtype=torch.bfloat16).requires_grad_()
+    for _ in range(num_layers):
+        layer = TransformerLayer(shape, dtype=torch.bfloat16)
+        layer.self_attention.dropout *= scores  # on a CPU, flash attention has none
+        x = call(layer, x)
+    x.sum().backward()
+
+for scores in (True, False):
+    for s in (2048, 8192):
+        recorded = dtlab.record_dry(layers, s, scores, world_size=1).memory().peak_activations[0]
+        counted = theory.activation_bytes_per_layer(seq_length=s, micro_batch_size=1,
+                                                    flash_attention=not scores, **sizes)
+        print(f"{'scores' if scores else 'flash ':6} {s:5} tokens: formula {counted / 2**20:8,.0f} MiB, "
+              f"recorded {recorded / 2**20:8,.0f} MiB, ratio {recorded / counted:.3f}")
+
+# %% [markdown]
+# Four times the tokens: 12 times the bytes with scores, 4 times without. The term with $s^2$ is the one that hurts. What is
+# recorded beyond the formula is the mask of the future, $s^2$ bytes, and the norms' statistics. (The function's first line
+# takes masks of 1 byte, as on a GPU; on a CPU `F.dropout` keeps 2.)
+#
+# ## Is it right?
+#
+# The whole peak of the small GPT, predicted: parameters, Adam's states, activations. It runs in 32 bits without dropout
+# and without scores, so a layer keeps $2 (34 - 2) = 64$ bytes for each of $sbh$; the norm and the output layer at the end
+# keep 8 more, and the loss keeps the logits:
+
+# %% name="peak" tags=["exact"]
+tokens, h = 8 * config.seq_length, config.hidden_size
+activations = tokens * (config.num_layers * 64 * h + 8 * h + 4 * config.vocab_size)
+predicted = formula["params"] + formula["optimizer_states"] + activations
+
+def compare(what, recording):
+    peak = recording.memory().loc[0]
+    print(f"{what}: predicted {predicted:,}, recorded {peak.peak:,}, {peak.peak / predicted - 1:+.1%}; "
+          f"activations {activations:,} and {peak.activations:,}, other {peak.other:,}")
+
+compare("two steps", recording)
+
+# %% [markdown]
+# Within 5 %. *Other*, which was not predicted, is what an operation needs while it runs: here the gradient of the logits.
+#
+# **Break it.** Look at one step only:
+
+# %% name="one-step" tags=["exact"]
+compare("one step", ranks.record(train, 1))
+
+# %% [markdown]
+# Short by all of Adam: that is how a run that "fitted" dies in its second step.
+#
+# ### Which memory number?
+#
+# The system's own number for a rank's process, now that all its tensors are gone, beside the recorded peak:
+
+# %% name="process" tags=["timing"]
+process_bytes = ranks.run(lambda: psutil.Process().memory_info().rss)[0]
+print(f"peak of tensors {table.peak[0] / 2**20:.0f} MiB; process {process_bytes / 2**20:.0f} MiB")
+
+# %% [markdown]
+# | number | counts | on a GPU |
+# |---|---|---|
+# | recorded, *allocated* | tensors (a GPU rounds each up) | `torch.cuda.max_memory_allocated()` |
+# | *reserved* | what the allocator took and keeps for later, holes too | `torch.cuda.max_memory_reserved()` |
+# | *process* | also libraries and the device's context | `nvidia-smi` |
+#
+# On a CPU there is only the last (RSS: pages in real memory). It tells neither a peak nor what is free inside, and what runs
+# out on a GPU is the last, too: leave room between your prediction and the 80 GB.
+#
+# ### Part A in three lines
+#
+# - States: 16 bytes a parameter, on every rank, from the first `optimizer.step()` on.
+# - Activations: $sbh(34 + 5as/h)$ a layer, highest when backward begins; without scores the second term goes.
+# - Count before you run, record two steps, and say which number you read.
+#
+# # Part B
+#
+# ## Fewer bits
+#
+# bfloat16 has 8 bits of precision: below 1, its numbers are 1/256 apart. A thousand steps of 0.001 down from 1.0, and a
+# thousand ones added up:
+
+# %% name="bfloat16" tags=["exact"]
+def small_steps(dtype, master_dtype):
+    weight, total = torch.ones((), dtype=master_dtype), torch.zeros((), dtype=dtype)
+    for _ in range(1000):
+        weight -= 0.001
+        total += 1
+    return f"weight {weight.to(dtype).item():.3f}, sum {total.item():.0f}"
+
+print("float32                    ", small_steps(torch.float32, torch.float32))
+print("bfloat16                   ", small_steps(torch.bfloat16, torch.bfloat16))
+print("bfloat16 with float32 master", small_steps(torch.bfloat16, torch.float32))
+
+# %% [markdown]
+# The weight has not moved at all: 0.001 is less than half the distance to the next number, so each step rounds back to 1.0.
+# A run like that learns nothing, and raises no error. So **mixed precision** computes with 16-bit weights and lets the
+# optimizer step on **master weights** in 32 bits, rounded anew after each step. (Save the masters: made again
+# from 16 bits, they have lost what they were for.) The sum stops at 256 for the same reason, so many add
+# gradients of micro-batches up in 32 bits. Hence three recipes:
+
+# %% name="recipes" tags=["exact"]
+for name in ("adam_mixed", "adam_mixed_fp32_grads", "adam_mixed_both_grads"):
+    parts = theory.RECIPES[name]
+    print(f"{sum(parts.values())} bytes, {num_params * sum(parts.values()) / 1e9:.1f} GB: {parts}")
+
+# %% [markdown]
+# Say which one you mean. Float32 throughout is 16, too: mixed precision saves time and activations, not states.
+#
+# ## Recompute
+#
+# Activations are only kept because forward comes first and backward later. So keep a layer's *input*, and when backward gets
+# there, run the layer a second time:
+
+# %% name="by-hand"
+class Recompute(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx, layer, x, same_masks):
+        ctx.layer, ctx.random = layer, torch.get_rng_state() if same_masks else None
+        ctx.save_for_backward(x)
+        return layer(x)  # in here autograd saves nothing
+
+    @staticmethod
+    def backward(ctx, grad):
+        x = ctx.saved_tensors[0].detach().requires_grad_()
+        with torch.random.fork_rng([]), torch.enable_grad():
+            if ctx.random is not None:
+                torch.set_rng_state(ctx.random)
+            y = ctx.layer(x)
+        y.backward(grad)  # the parameters' gradients
+        return None, x.grad, None
+
+# %% [markdown]
+# Dropout draws its mask anew each time, so the state of the random generator is kept too.
+
+# %% name="question-2" tags=["exact", "folded"]
+# Question 03.2: run me
+question = "Every layer keeps its input only and is computed again in backward. By how much do the FLOPs of a step grow?"
+dtlab.predict("03.2", question, choices={
+    "nothing": "The layer runs twice, and its matrix products cost the same the second time.",
+    "a third": "Forward is one part of three, backward two; a second forward makes four.",
+    "a half": "That would be so if forward cost as much as backward.",
+    "they double": "Backward itself is not done again.",
+})
+
+# %% [markdown]
+# Is it right? The whole model in float64, with dropout; by hand, and with the course's `parallel.recompute`. The latter
+# runs no backward inside backward: it puts numbers in the place of saved tensors and computes them when they are asked for,
+# so each parameter's hook is called once (buckets!), and inputs that need no gradient will do:
+
+# %% name="same" tags=["exact"]
+with_dropout = replace(config, dropout=0.1, flash_attention=False)
+inputs, targets = batches(data, config.seq_length, 4, seed=0, step=0)
+
+def loss_and_gradient(call):
+    torch.manual_seed(0)
+    model = GPT(with_dropout, dtype=torch.float64)
+    for layer in model.layers:
+        layer.forward = functools.partial(call, layer.forward)
+    loss = cross_entropy(model(inputs), targets, reduction="mean")
+    loss.backward()
+    return loss.detach(), torch.cat([p.grad.flatten() for p in model.parameters()])
+
+def compare_gradients(call):
+    (loss, gradient), (right_loss, right) = loss_and_gradient(call), loss_and_gradient(plainly)
+    error = (gradient - right).norm() / right.norm()
+    return f"loss equal {torch.equal(loss, right_loss)}, gradient off by {error:.0%}" if error else "all equal"
+
+print("by hand:           ", compare_gradients(lambda layer, x: Recompute.apply(layer, x, True)))
+print("parallel.recompute:", compare_gradients(parallel.recompute))
+
+# %% [markdown]
+# Bit by bit. **Break it**: forget the generator's state.
+
+# %% name="other-masks" tags=["exact"]
+print("other masks:", compare_gradients(lambda layer, x: Recompute.apply(layer, x, False)))
+
+# %% [markdown]
+# The loss is right, and will fall. The gradient is that of another network: the one with other units dropped.
+#
+# ## What does it cost?
+#
+# Three ways, on three layers of the big model: keep everything; keep inputs only (*full*); drop the scores alone, the most
+# bytes for the fewest FLOPs (*selective*). A layer's forward takes 2 FLOPs for each token and element of its matrices, and
+# $4s^2h$ for scores; backward twice that. *Exact here*:
+
+# %% name="cost" tags=["exact"]
+def recomputed(how):
+    if how == "selective":
+        gpt.written_out_attention = functools.partial(parallel.recompute, gpt.written_out_attention)
+    layers(2048, num_layers=3, call=parallel.recompute if how == "full" else plainly)
+
+def kept(events):
+    """Bytes of activations when forward has ended."""
+    end = max(i for i, event in enumerate(events) if event.phase.get("name") == "forward")
+    return [live["activations"] for _, live in live_bytes(events[:end])][-1]
+
+matrices, scores = 2 * 2048 * theory.layer_matrices(big), 4 * 2048**2 * big.hidden_size
+for how, again in {None: 0, "selective": scores, "full": matrices + scores}.items():
+    dry = dtlab.record_dry(recomputed, how, world_size=1)
+    counted = 3 * theory.activation_bytes_per_layer(seq_length=2048, micro_batch_size=1,
+                                                    recompute=how, **sizes)
+    flops = 3 * (3 * (matrices + scores) + again)
+    print(f"{how or 'nothing':9} again: keeps {counted / 2**20:5,.0f} MiB, recorded "
+          f"{kept(dry.events[0]) / 2**20:5,.0f}; TFLOPs {flops / 1e12:.3f}, recorded "
+          f"{dry.flops().flops.sum() / 1e12:.3f}, x {flops / 9 / (matrices + scores):.3f}")
+dtlab.reveal("03.2", "x 4/3", "a third")
+
+# %% [markdown]
+# 57 times fewer bytes for a third more FLOPs; or, selectively, 70 % of the bytes for 2.5 % of the FLOPs. Flash attention does
+# the latter inside one kernel. Bytes *kept* are not the peak, though: what is computed again lives for a moment, a layer
+# at a time. The small GPT's two steps once more:
+
+# %% name="humps" tags=["picture"]
+plots.memory(ranks.record(train, 2, parallel.recompute))
+
+# %% [markdown]
+# ### The account of FLOPs
+#
+# $6NT$ is the quick estimate. MFU takes the FLOPs that the *model* needs: computing again is no progress. **HFU**, hardware
+# FLOPs utilisation, counts those that the devices did. A published speed can be either. This very model, trained on 128 A100s
+# with full recomputation, 512 sequences a step, is reported with 142 TFLOP/s each, 46 % of the peak of 312:
+
+# %% name="mfu" tags=["exact"]
+needed = theory.batch_flops(big, batch_size=512)
+done = theory.batch_flops(big, batch_size=512, recompute="full")
+step_s = done / (128 * 142e12)
+share = functools.partial(theory.mfu, time_s=step_s, num_devices=128, peak_flops=312e12)
+print(f"PFLOPs a step: 6NT {6e-15 * num_params * 512 * 2048:,.0f}, needed {needed / 1e15:,.0f}, "
+      f"done {done / 1e15:,.0f}; step {step_s:.2f} s")
+print(f"HFU {share(done):.1%}, MFU {share(needed):.1%}, tokens/s {512 * 2048 / step_s:,.0f}")
+
+# %% [markdown]
+# The 46 % are HFU. Who compares them with another's MFU gives away a quarter. When you read such a number, ask: is recomputation
+# in it, are scores counted whole or half (causal), which peak? Tokens per second have no such questions.
+#
+# ## Turn the knobs
+#
+# The big model on one device. Drag the sequence from 2,048 to 8,192, then switch the score matrices off:
+
+# %% name="explorer" tags=["picture"]
+dtlab.explore.memory()
+
+# %% [markdown]
+# This lesson's row of the ledger, with one recorded step, recomputed (*shipped*: a lesson not yet run here):
+
+# %% name="ledger" tags=["timing"]
+step = ranks.record(train, 1, parallel.recompute)
+dtlab.ledger("03", recording=step, formula=round(theory.ring_all_reduce_bytes(4 * psi, WORLD_SIZE)))
+
+# %% [markdown]
+# ## In real systems
+#
+# | here | torch | Megatron-LM | DeepSpeed |
+# |---|---|---|---|
+# | `recompute(layer, x)` | `checkpoint(layer, x, use_reentrant=False)` | `recompute_granularity="full"` | `checkpointing.checkpoint` |
+# | `Recompute` by hand | `use_reentrant=True` | `tensor_parallel.checkpoint` | the same |
+# | selective | `create_selective_checkpoint_contexts` | `"selective"`, `recompute_modules` | - |
+# | masters | by hand | `main_param` | `bf16` |
+# | gradients in 32 bits | `reduce_dtype` (FSDP) | `grad_reduce_in_fp32` | `grad_accum_dtype` |
+# | the account | `MemTracker` | `report_theoretical_memory` | `estimate_zero2_model_states_mem_needs_all_live` |
+#
+# Left out on purpose: moving activations or states to the CPU; optimizers with states of 8 bits; what an allocator loses
+# to holes.
+#
+# ## Exercises
+#
+# 1. *Predict.* SGD with momentum in place of Adam, in mixed precision with masters: GB of states for the big model?
+# 2. *Change.* Record `train` with `keep_grads=True`: gradients are set to zero, not freed. The peak grows by how much?
+# 3. *Break.* A layer counts its calls and does more at every second one. Give it to `parallel.recompute`.
+#
+# The folded cell computes all three:
+
+# %% name="answers" tags=["exact", "folded"]
+# Answers: run me
+print(f"1. {num_params * (2 + 2 + 4 + 4) / 1e9:.1f} GB")
+more = ranks.record(train, keep_grads=True).memory().peak[0] - table.peak[0]
+print(f"2. by {more:,} bytes, {more / psi:.2f} a parameter")
+calls = []
+
+def moody(x):
+    calls.append(1)
+    return x.exp() if len(calls) % 2 else x.exp().tanh()
+
+try:
+    parallel.recompute(moody, torch.ones(1, requires_grad=True)).backward()
+except dtlab.ConfigError as error:
+    print("3.", error)
+
+# %% [markdown]
+# ## Summary
+#
+# - **Model states**: 16 bytes a parameter with Adam, on every rank; **activations**: $sbh(34 + 5as/h)$ bytes a layer.
+# - The peak comes with the second step, when backward begins. *Allocated*, *reserved* and *process* are three numbers.
+# - **Mixed precision** needs **master weights** in 32 bits; a recipe has 16, 18 or 20 bytes.
+# - **Recomputation** trades a third more FLOPs for almost all activations, with the same random numbers; **selective**, 2.5 %
+#   for most of them.
+# - **MFU** counts what the model needs, **HFU** what was done.
+#
+# Activations are no longer the problem. The 119.5 GB are, on every one of 64 devices: lesson 04.
+#
+# References: Korthikanti et al. 2022, activation recomputation, [arXiv:2205.05198](https://arxiv.org/abs/2205.05198); Chen et al.
+# 2016, sublinear memory, [arXiv:1604.06174](https://arxiv.org/abs/1604.06174); Narayanan et al. 2021 (its 7.5B run: table 1),
+# [arXiv:2104.04473](https://arxiv.org/abs/2104.04473); Rajbhandari et al. 2020, ZeRO, section 3,
+# [arXiv:1910.02054](https://arxiv.org/abs/1910.02054).
