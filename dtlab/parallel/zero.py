@@ -18,7 +18,6 @@ from torch import nn
 
 from dtlab.errors import ConfigError
 from dtlab.parallel.shared import (
-    FlatShards,
     ShardedState,
     broadcast_tensors,
     clip_shards_,
@@ -28,109 +27,11 @@ from dtlab.parallel.shared import (
     refuse_what_is_no_model,
     split_by_bytes,
 )
-from dtlab.record import tag
+from dtlab.parallel.zero_buckets import Bucket, groups_of, refuse_what_is_not_elementwise, some
 from dtlab.validate import at_least
 
 _OTHER_STAGES = {0: "stage 0 shards nothing: use DistributedDataParallel and a plain optimizer",
                  3: "stage 3 shards the parameters too: use FullyShardedModule and a plain optimizer"}  # fmt: skip
-
-
-class _Bucket:
-    """Parameters that travel together, as views of one flat tensor.
-
-    Attributes:
-        flat: [padded] parameters. ``mine``: [shard_numel] of it, this rank's shard.
-        master: [shard_numel], what the optimizer updates: ``mine`` itself, or a copy in another dtype.
-        grads: [padded] gradients, of which each ``.grad`` is a view; None while there is none.
-        grad: [shard_numel], the mean over the ranks of this rank's shard; None before it is reduced.
-        ready: Positions of the parameters whose gradient is there in this backward pass.
-    """
-
-    def __init__(self, named_parameters, group, zero_stage, master_dtype):
-        self.parameters, self.zero_stage = [p for _, p in named_parameters], zero_stage
-        self.shards = FlatShards(named_parameters, group=group)
-        self.flat = self.shards.flatten(self.parameters)
-        for parameter, view in zip(self.parameters, self.shards.views(self.flat)):
-            parameter.data = view
-        self.mine = self.shards.shard_of(self.flat)
-        dtype = master_dtype or (torch.float32 if self.flat.itemsize < 4 else self.flat.dtype)
-        self.has_copy = dtype != self.flat.dtype
-        self.master = nn.Parameter(self.mine.to(dtype))
-        self.grads, self.grad, self.ready, self.version = None, None, set(), self._version()
-        self.say_what_it_is()
-
-    def say_what_it_is(self):
-        """Tell a recording, which may have begun only now."""
-        tag(self.flat, "params")
-        if self.has_copy:
-            tag(self.master, "optimizer_states")
-
-    def _version(self):
-        return sum(p._version for p in self.parameters)
-
-    def owns(self, parameter) -> bool:
-        """Whether the parameter's values stand in the flat tensor: not after ``.to()`` or another wrapper."""
-        return parameter.untyped_storage()._cdata == self.flat.untyped_storage()._cdata
-
-    def take(self, position):
-        """Move one gradient into the flat tensor: the one that autograd made is freed."""
-        if self.grads is None:
-            self.grads = tag(torch.empty_like(self.flat), "grads")
-            self.views = self.shards.views(self.grads)
-            self.grads[self.shards.numel :].zero_()
-        parameter, view = self.parameters[position], self.views[position]
-        if parameter.grad is None:  # unused: counts as zero
-            view.zero_()
-        elif parameter.grad is not view:
-            view.copy_(parameter.grad)
-            parameter.grad = view
-
-    def start(self):
-        """Send the gradients: ``(the call's handle, where the mean of this rank's shard will stand)``."""
-        for position in set(range(len(self.parameters))) - self.ready:
-            self.take(position)
-        self.grads.div_(self.shards.dp_size)  # before the sum: a float16 above 65,504 is infinite
-        mean = self.shards.shard_of(self.grads)
-        if self.zero_stage == 2:
-            mean = tag(torch.empty_like(self.mine), "grads")
-            self.forget_whole_gradients()
-        # reduce_scatter, (n-1)/n * bytes of the bucket per rank
-        return dist.reduce_scatter_tensor(mean, self.grads, group=self.shards.group, async_op=True), mean
-
-    def land(self, work, mean):
-        """Wait for the call; stage 2 frees the flat gradients and adds the shard to that of micro-batches before."""
-        work.wait()
-        if self.zero_stage == 1:
-            self.grad = mean
-            return
-        self.grads = self.views = None
-        # Subtle: a sum of many in 16 bits would lose small ones, so it is kept as the master is
-        self.grad = mean if self.grad is None else tag(self.grad.to(self.master.dtype).add_(mean), "grads")
-
-    def forget_whole_gradients(self):
-        for parameter in self.parameters:
-            parameter.grad = None
-
-    def update(self, optimizer):
-        """Let the optimizer update this bucket's shard: it passes over what has no gradient."""
-        if self.has_copy and self.version != self._version():  # load_state_dict, an initialisation
-            self.master.detach().copy_(self.mine)
-        self.master.grad = self.grad.to(self.master.dtype)
-        optimizer.step()
-        self.master.grad = None
-
-    def first_nonfinite(self):
-        """The name of the first parameter whose part in this shard is not finite."""
-        element = int((~self.grad.isfinite()).nonzero()[0]) + self.shards.rank * self.shards.shard_numel
-        return self.shards.name_of(element)
-
-    def gather(self):
-        """Send this rank's new shard to all and get theirs: the call's handle."""
-        if self.has_copy:
-            self.mine.copy_(self.master.detach())
-        self.version = self._version()
-        # all_gather, (n-1)/n * bytes of the bucket per rank
-        return dist.all_gather_into_tensor(self.flat, self.mine, group=self.shards.group, async_op=True)
 
 
 class ZeroOptimizer:
@@ -188,7 +89,7 @@ class ZeroOptimizer:
         refuse_what_is_no_model(module)
         place_in(group)
         self.module, self.zero_stage, self.group, self.overlap = module, zero_stage, group, overlap
-        groups = _groups_of(module, param_groups)
+        groups = groups_of(module, param_groups)
         name_of = {id(p): name for name, p in module.named_parameters()}
         refuse_different_models(module, group, zero_stage=zero_stage, bucket_bytes=bucket_bytes,
                                 master_dtype=master_dtype, optimizer_class=getattr(optimizer_class, "__name__", ""),
@@ -197,7 +98,7 @@ class ZeroOptimizer:
         self._make_optimizer = functools.partial(optimizer_class, **optimizer_kwargs)
         if not is_dry(group):
             for options, parameters in groups:
-                _refuse_what_is_not_elementwise(self._make_optimizer, options, parameters[0].device)
+                refuse_what_is_not_elementwise(self._make_optimizer, options, parameters[0].device)
         broadcast_tensors([*module.parameters(), *module.buffers()], group=group)
         self.buckets = []  # in the order in which backward completes them
         self._make_buckets(groups, bucket_bytes, master_dtype, name_of)
@@ -214,7 +115,7 @@ class ZeroOptimizer:
         masters = [[] for _ in groups]
         for i, part in sorted(parts, key=lambda item: place[id(item[1][-1])]):
             named = [(name_of[id(p)], p) for p in part]
-            self.buckets.append(_Bucket(named, self.group, self.zero_stage, master_dtype))
+            self.buckets.append(Bucket(named, self.group, self.zero_stage, master_dtype))
             masters[i].append(self.buckets[-1].master)
         self.optimizer = self._make_optimizer([{**o, "params": its} for (o, _), its in zip(groups, masters)])
 
@@ -411,7 +312,7 @@ class ZeroOptimizer:
         """Each parameter that is trained must be one that this object updates, and the other way round."""
         mine = {id(p) for bucket in self.buckets for p in bucket.parameters if bucket.owns(p)}
         if left := [name for name, p in self.module.named_parameters() if p.requires_grad != (id(p) in mine)]:
-            raise ConfigError(f"{_some(left)}: added, frozen, unfrozen, moved or converted after ZeroOptimizer was "
+            raise ConfigError(f"{some(left)}: added, frozen, unfrozen, moved or converted after ZeroOptimizer was "
                               "made, or another one was made of the same module, so that a step would not reach it. "
                               "Make the ZeroOptimizer last, of the model as it is now")
 
@@ -437,52 +338,3 @@ def _on_gradient(reference, bucket, position, parameter):
     if zero is not None and bucket.owns(parameter):
         with torch.no_grad():
             zero._gradient_is_there(bucket, position)
-
-
-def _some(names):
-    return ", ".join(names[:5]) + (f" and {len(names) - 5} more" if len(names) > 5 else "")
-
-
-def _groups_of(module, param_groups):
-    """Pairs of options and parameters, which are together all that is trained, each once."""
-    trained = {id(p): name for name, p in module.named_parameters() if p.requires_grad}
-    if not trained:
-        raise ConfigError("module has no parameter that requires a gradient: there is nothing to update")
-    groups = []
-    for group in param_groups or [{"params": module.parameters()}]:
-        parameters = [p for p in group["params"] if p.requires_grad]
-        if parameters:
-            groups.append(({name: v for name, v in group.items() if name != "params"}, parameters))
-    listed = [id(p) for _, parameters in groups for p in parameters]
-    if wrong := [name for key, name in trained.items() if listed.count(key) != 1]:
-        raise ConfigError(f"param_groups must name each trainable parameter once, not {_some(wrong)}: set "
-                          "requires_grad=False for what is not trained")
-    if strangers := len(set(listed) - set(trained)):
-        raise ConfigError(f"param_groups has {strangers} parameters that are not in module")
-    return groups
-
-
-def _refuse_what_is_not_elementwise(make, options, device):
-    """A shard holds any elements: four numbers updated one by one must come out as a matrix does at once."""
-    values = torch.tensor([[1.0, -2.0], [3.0, 0.5]], dtype=torch.float64 if device.type != "mps" else None)
-    matrix = nn.Parameter(values.clone().to(device))
-    numbers = [nn.Parameter(value.clone().view(1)) for value in matrix.detach().view(-1)]
-    at_once = make([{**options, "params": [matrix]}])
-    reason = "updated one by one, the numbers of a matrix come out differently"
-    try:
-        one_by_one = make([{**options, "params": numbers}])
-        for _ in range(2):
-            matrix.grad = matrix.detach() ** 2 - 1.5
-            at_once.step()
-            for number in numbers:
-                number.grad = number.detach() ** 2 - 1.5
-                one_by_one.step()
-                number.grad = None
-        difference = torch.cat(numbers).view(2, 2) - matrix
-        if (difference.abs() <= 1e-6 * (matrix - values.to(device)).abs()).all():
-            return
-    except Exception as error:  # what a custom optimizer raises
-        reason = str(error)
-    name = type(at_once).__name__
-    raise ConfigError(f"{name} cannot be sharded: {reason}. Each rank updates any elements of the flat parameters, so "
-                      "use an elementwise optimizer: SGD, Adam, AdamW, RMSprop, Adagrad ...")
