@@ -6,6 +6,7 @@ from xml.etree import ElementTree
 import pytest
 
 from dtlab.plots import Panel, bars, messages, ring
+from dtlab.plots.bars import stacked
 from dtlab.plots.ring import ring_sends, ring_table
 from dtlab.plots.svg import arrow
 from dtlab.plots.twin import twin
@@ -137,3 +138,40 @@ def test_an_arrow_has_its_head_at_its_end_and_two_where_asked():
 def test_the_docstrings_examples():
     result = doctest.testmod(importlib.import_module("dtlab.plots.ring"))
     assert result.attempted == 2 and result.failed == 0
+
+
+STACKED = {"texts": ["3 GB", "9 GB"], "x": "memory [GB]", "top": 8, "title": "t", "text": "said"}
+
+
+def rects(picture, fill):
+    return [(float(r.get("x")), float(r.get("width"))) for r in ElementTree.fromstring(str(picture)).iter(f"{SVG}rect")
+            if r.get("fill") == fill][1:]  # the first is the legend's
+
+
+def test_stacked_bars_start_where_the_part_before_ends_and_share_one_axis():
+    picture = stacked(["a", "b"], {"params": [1, 4], "grads": [2, 4]}, **STACKED)
+    params, grads = rects(picture, "#4D4D4D"), rects(picture, "#D55E00")
+    assert [x for x, _ in grads] == pytest.approx([x + width for x, width in params], abs=0.11)
+    assert [width / params[0][1] for _, width in (params[1], *grads)] == pytest.approx([4, 2, 4], abs=0.02)
+    assert texts(picture)[:4] == ["P", "params", "G", "grads"] and {"3 GB", "9 GB", "memory [GB]"} <= set(texts(picture))
+
+
+def test_a_stacked_bar_that_leaves_the_axis_ends_in_an_arrow_and_an_empty_part_is_not_drawn():
+    fits = stacked(["a", "b"], {"params": [1, 4], "grads": [0, 4]}, **STACKED)
+    assert count(fits, "polygon") == 0 and len(rects(fits, "#D55E00")) == 1
+    assert count(stacked(["a", "b"], {"params": [1, 9], "grads": [2, 4]}, **STACKED), "polygon") == 1
+
+
+def test_limits_are_lines_that_no_letter_stands_on():
+    picture = stacked(["a"], {"params": [8]}, limits=[4, 6], said="devices:", **{**STACKED, "texts": ["8 GB"]})
+    root = ElementTree.fromstring(str(picture))
+    lines = [float(its.get("x1")) for its in root.iter(f"{SVG}line") if its.get("stroke-dasharray")]
+    (at,) = [float(its.get("x")) for its in root.iter(f"{SVG}text") if its.text == "P"][1:]
+    assert len(lines) == 2 and all(abs(at - x) > 8 for x in lines) and {"devices:", "4", "6"} <= set(texts(picture))
+
+
+def test_measured_sums_are_marked_and_told_in_the_legend():
+    parts = {"params": [1, 4], "grads": [2, 4]}
+    plain, marked = (stacked(["a", "b"], parts, measured=its, **STACKED) for its in (None, [3, 7]))
+    assert "measured" not in texts(plain) and "measured" in texts(marked)
+    assert count(marked, "path") == 3  # with the legend's

@@ -16,6 +16,8 @@ from dtlab.widgets.collectives import _COURSE_LINK
 from dtlab.widgets.explorer import Control, Explorer, toggle
 
 TABS = ["messages", "ring", "cost"]
+MAKERS = [*(functools.partial(dtlab.explore.collectives, tab) for tab in TABS), dtlab.explore.data_parallel,
+          dtlab.explore.memory, dtlab.explore.zero, functools.partial(dtlab.explore.zero, "batch")]
 WIDGET, SVG, TEXT = "application/vnd.jupyter.widget-view+json", "image/svg+xml", "text/plain"
 
 
@@ -114,21 +116,23 @@ def test_no_widget_library_is_needed_to_drive_it():
     assert ran.stdout.strip() == "set()"
 
 
-@pytest.mark.parametrize("tab, name, messages", [
-    ("messages", "swap", [{"value": bool(i % 2)} for i in range(1, 31)]),
-    ("ring", "step", [{"index": i % 7} for i in range(1, 31)]),
-    ("cost", "ranks", [{"index": i % 20} for i in range(1, 31)]),
+@pytest.mark.parametrize("make, name, messages", [
+    (MAKERS[0], "swap", [{"value": bool(i % 2)} for i in range(1, 31)]),
+    (MAKERS[1], "step", [{"index": i % 7} for i in range(1, 31)]),
+    (MAKERS[2], "ranks", [{"index": i % 20} for i in range(1, 31)]),
+    (dtlab.explore.memory, "seq_length", [{"index": (i + 1) % 6} for i in range(1, 31)]),
+    (dtlab.explore.zero, "ranks", [{"index": i % 11} for i in range(1, 31)]),
 ])
-def test_30_messages_of_a_slider_leave_one_picture_and_the_last_value_wins(live, capsys, tab, name, messages):
-    explorer = dtlab.explore.collectives(tab)
+def test_30_messages_of_a_slider_leave_one_picture_and_the_last_value_wins(live, capsys, make, name, messages):
+    explorer = make()
     explorer._repr_mimebundle_()
     pictures = []
     explorer._view.picture.observe(lambda change: pictures.append(change["new"]), "value")
     start = time.process_time()
     for state in messages:
         send(explorer._view.inputs[name], **state)
-    print(f"{tab}: {(time.process_time() - start) / 30 * 1e3:.2f} ms of kernel a move")
-    assert len(pictures) == 30 and explorer._view.picture.value.count("<svg") == 1
+    print(f"{name}: {(time.process_time() - start) / 30 * 1e3:.2f} ms of kernel a move")
+    assert len(pictures) == 30 and explorer._view.picture.value.count("<svg") == explorer.svg.count("<svg")
     assert explorer._view.picture.value == pictures[-1] and len(set(pictures)) > 1
     last = explorer.legal(name)[messages[-1].get("index", messages[-1].get("value"))]
     assert explorer.values[name] == last
@@ -225,8 +229,7 @@ def test_the_run_button_is_disabled_while_it_runs_and_shows_an_error_in_the_widg
     assert explorer._view.picture.value.count("<svg") == 1
 
 
-@pytest.mark.parametrize("make", [*(functools.partial(dtlab.explore.collectives, tab) for tab in TABS),
-                                  dtlab.explore.data_parallel])
+@pytest.mark.parametrize("make", MAKERS)
 def test_no_picture_of_an_explorer_changes_its_size(make):
     explorer = make()
     sizes = set()
@@ -236,11 +239,12 @@ def test_no_picture_of_an_explorer_changes_its_size(make):
     assert len(sizes) == 1
 
 
-@pytest.mark.parametrize("tab", TABS)
-def test_the_key_move_is_named_and_its_two_ends_differ(tab):
-    explorer = dtlab.explore.collectives(tab)
+@pytest.mark.parametrize("make", MAKERS)
+def test_the_key_move_is_named_and_its_two_ends_differ(make):
+    explorer = make()
     shown = explorer._repr_mimebundle_()
-    assert shown[TEXT].startswith(explorer.move) and shown[SVG].count("<svg") == 3
+    assert shown[TEXT].startswith(explorer.move)
+    assert shown[SVG].count("<svg") == 1 + 2 * explorer.svg.count("<svg")
     first, last = (explorer._drawn(end)[0].text for end in (explorer._first, explorer._last))
     assert first != last and first in shown[TEXT] and last in shown[TEXT]
 
