@@ -13,7 +13,9 @@ _TEXTS = {  # lesson -> technique, what is cut, when to use
     "00": ("data parallel by hand", "the batch", "the model fits one device"),
     "01": ("ring all-reduce", "the tensor", "large tensors, links to neighbours"),
     "02": ("data parallel in buckets", "the batch", "the model fits one device; hides what it sends"),
-    "03": ("recomputation", "activations, in time", "activations do not fit; a third more FLOPs, or less selectively"),
+    "03": ("recomputation", "activations: inputs stay", "activations do not fit; a third more FLOPs, or less selectively"),
+    "04": ("ZeRO stage 1", "optimizer states (2: gradients, 3: parameters too)",
+           "replicas fit but for their states; sends no more than data parallelism"),
 }
 _MEASURED = ("collectives per step", "bytes per rank (formula)", "bytes per rank (recorded)",
              "memory per rank (peak bytes)")
