@@ -46,10 +46,10 @@ print(dtlab.doctor())
 big = theory.GPT_7_5B
 num_params, sizes = theory.transformer_params(big), dict(hidden_size=4096, num_heads=32)
 states = sum(theory.model_state_bytes(num_params).values())
-a_layer = theory.activation_bytes_per_layer(seq_length=2048, micro_batch_size=1, **sizes)
+layer = theory.activation_bytes_per_layer(seq_length=2048, micro_batch_size=1, **sizes)
 print(f"{num_params / 1e9:.2f} billion parameters: {states / 1e9:.1f} GB of states + "
-      f"{big.num_layers} layers x {a_layer / 2**20:.0f} MiB = {big.num_layers * a_layer / 1e9:.1f} GB "
-      "of activations. An A100 has 80 GB")
+      f"{big.num_layers} layers x {layer / 2**20:.0f} MiB = {big.num_layers * layer / 1e9:.1f} "
+      "GB of activations. An A100 has 80 GB")
 
 # %% [markdown]
 # ## The idea
@@ -86,7 +86,8 @@ small = dict(num_layers=4, hidden_size=192, num_heads=12, seq_length=128, vocab_
 config, psi = GPTConfig(**small), theory.transformer_params(theory.ModelShape(**small))
 parameters = list(GPT(config).parameters())
 print(f"{psi:,} parameters by formula, {sum(p.numel() for p in parameters):,} by sum(numel)")
-formula = {"params": 4 * psi, "grads": 4 * psi, "optimizer_states": 8 * psi + 4 * len(parameters)}
+formula = {"params": 4 * psi, "grads": 4 * psi,
+           "optimizer_states": 8 * psi + 4 * len(parameters)}
 
 # %% [markdown]
 # ### Record a step
@@ -118,20 +119,21 @@ def train(steps=2, call=plainly, keep_grads=False):
 # %% [markdown]
 # ## Run it on ranks
 #
-# The recorder sees each block of memory from its first use until it is freed, and learns what it was: a parameter, a
-# gradient, an optimizer's state, something that autograd saved for backward; the rest is *other*. The most bytes of each:
+# The recorder sees each block of memory until it is freed, and learns what it was: a parameter, a gradient, an optimizer's
+# state, an activation that autograd saved; the rest is *other*. The most bytes of each:
 
 # %% name="states" tags=["exact"]
 ranks = dtlab.launch(WORLD_SIZE)
 recording = ranks.record(train)
 table = recording.memory()
 for name, its_bytes in formula.items():
-    print(f"{name:16} formula {its_bytes:>10,}, recorded", table[f"peak_{name}"].map("{:,}".format).unique())
+    recorded = ", ".join(f"{found:,}" for found in table[f"peak_{name}"].unique())
+    print(f"{name:16} formula {its_bytes:>10,}, recorded on all ranks {recorded:>10}")
     assert (table[f"peak_{name}"] == its_bytes).all()
 
 # %% [markdown]
-# To the byte, and the same on every rank: data parallelism holds the states as many times as there are ranks (lesson 04 is
-# about that). And a billion parameters, in mixed precision?
+# To the byte, and the same on every rank: data parallelism holds it all $n$ times (lesson 04). And a billion parameters in
+# mixed precision?
 
 # %% name="answer-1" tags=["exact"]
 print(theory.RECIPES["adam_mixed"])
@@ -146,9 +148,9 @@ dtlab.reveal("03.1", f"{sum(theory.model_state_bytes(1e9).values()) / 1e9:.0f}")
 plots.memory(recording)
 
 # %% [markdown]
-# Forward piles up activations; backward takes them from the top, last layer first, while gradients (from below) come.
-# Adam's states appear at the end of the first step and stay: *one step does not show the peak*. And the peak is not the
-# sum of all: where activations are most, `zero_grad` has freed the gradients.
+# Forward piles up activations; backward takes them off, last layer first, while gradients come. Adam's states appear at the
+# end of the first step and stay: *one step does not show the peak*. Nor is the peak the sum of all: where activations are
+# most, `zero_grad` has freed the gradients.
 #
 # ### Count the activations
 #
@@ -163,9 +165,9 @@ plots.memory(recording)
 #
 # $$A = sbh \left( 34 + 5 \frac{as}{h} \right) \quad \text{bytes}$$
 #
-# The result is in bytes: nothing is to be multiplied by 2 again. Is it true at real size? A dry recording has no values
-# and needs no memory. One layer, 2,048 and 8,192 tokens; with the matrices of scores, and with flash attention, which
-# computes them piece by piece and keeps none:
+# Bytes: nothing is to be multiplied by 2 again. A dry recording needs no memory, so here is one layer at real size, with
+# 2,048 and 8,192 tokens; with the matrices of scores, and with flash attention, which computes them piece by piece and
+# keeps none:
 
 # %% name="layer" tags=["exact"]
 def layers(seq_length, scores=True, num_layers=1, call=plainly):
@@ -183,19 +185,18 @@ for scores in (True, False):
         recorded = dtlab.record_dry(layers, s, scores, world_size=1).memory().peak_activations[0]
         counted = theory.activation_bytes_per_layer(seq_length=s, micro_batch_size=1,
                                                     flash_attention=not scores, **sizes)
-        print(f"{'scores' if scores else 'flash ':6} {s:5} tokens: formula {counted / 2**20:8,.0f} MiB, "
-              f"recorded {recorded / 2**20:8,.0f} MiB, ratio {recorded / counted:.3f}")
+        print(f"{'scores' if scores else 'flash ':6} {s} tokens: formula {counted / 2**20:6,.0f}"
+              f" MiB, recorded {recorded / 2**20:6,.0f}, ratio {recorded / counted:.3f}")
 
 # %% [markdown]
-# Four times the tokens: 12 times the bytes with scores, 4 times without. The term with $s^2$ is the one that hurts. What is
-# recorded beyond the formula is the mask of the future, $s^2$ bytes, and the norms' statistics. (The function's first line
-# takes masks of 1 byte, as on a GPU; on a CPU `F.dropout` keeps 2.)
+# Four times the tokens: 12 times the bytes with scores, 4 times without. Beyond the formula, the recording has the mask of
+# the future, $s^2$ bytes, and the norms' statistics. (The function's first line takes masks of 1 byte, as on a GPU; on a CPU
+# `F.dropout` keeps 2.)
 #
 # ## Is it right?
 #
-# The whole peak of the small GPT, predicted: parameters, Adam's states, activations. It runs in 32 bits without dropout
-# and without scores, so a layer keeps $2 (34 - 2) = 64$ bytes for each of $sbh$; the norm and the output layer at the end
-# keep 8 more, and the loss keeps the logits:
+# The whole peak of the small GPT: parameters, Adam's states, activations. It runs in 32 bits without dropout and scores, so
+# a layer keeps $2 (34 - 2) = 64$ bytes for each of $sbh$; the last norm and the output layer keep 8, the loss its logits:
 
 # %% name="peak" tags=["exact"]
 tokens, h = 8 * config.seq_length, config.hidden_size
@@ -204,13 +205,14 @@ predicted = formula["params"] + formula["optimizer_states"] + activations
 
 def compare(what, recording):
     peak = recording.memory().loc[0]
-    print(f"{what}: predicted {predicted:,}, recorded {peak.peak:,}, {peak.peak / predicted - 1:+.1%}; "
-          f"activations {activations:,} and {peak.activations:,}, other {peak.other:,}")
+    print(f"{what}: predicted {predicted / 1e6:.1f} MB, recorded {peak.peak / 1e6:.1f}, off by "
+          f"{peak.peak / predicted - 1:+.0%}; activations {activations / 1e6:.1f}, recorded "
+          f"{peak.activations / 1e6:.1f}; other {peak.other / 1e6:.1f}")
 
 compare("two steps", recording)
 
 # %% [markdown]
-# Within 5 %. *Other*, which was not predicted, is what an operation needs while it runs: here the gradient of the logits.
+# Within 5 %. *Other* was not predicted: gradients on their way, here of the loss and the logits, and the data.
 #
 # **Break it.** Look at one step only:
 
@@ -218,15 +220,15 @@ compare("two steps", recording)
 compare("one step", ranks.record(train, 1))
 
 # %% [markdown]
-# Short by all of Adam: that is how a run that "fitted" dies in its second step.
+# Short by all of Adam: so a run that "fitted" dies in its second step.
 #
 # ### Which memory number?
 #
-# The system's own number for a rank's process, now that all its tensors are gone, beside the recorded peak:
+# The system's own number for a rank, now that its tensors are gone, beside the recorded peak:
 
 # %% name="process" tags=["timing"]
-process_bytes = ranks.run(lambda: psutil.Process().memory_info().rss)[0]
-print(f"peak of tensors {table.peak[0] / 2**20:.0f} MiB; process {process_bytes / 2**20:.0f} MiB")
+process = ranks.run(lambda: psutil.Process().memory_info().rss)[0]
+print(f"peak of tensors {table.peak[0] / 2**20:.0f} MiB; process {process / 2**20:.0f} MiB")
 
 # %% [markdown]
 # | number | counts | on a GPU |
@@ -235,8 +237,8 @@ print(f"peak of tensors {table.peak[0] / 2**20:.0f} MiB; process {process_bytes 
 # | *reserved* | what the allocator took and keeps for later, holes too | `torch.cuda.max_memory_reserved()` |
 # | *process* | also libraries and the device's context | `nvidia-smi` |
 #
-# On a CPU there is only the last (RSS: pages in real memory). It tells neither a peak nor what is free inside, and what runs
-# out on a GPU is the last, too: leave room between your prediction and the 80 GB.
+# A CPU has only the last (RSS: pages in real memory), which tells neither a peak nor what is free inside. On a GPU, too, it is
+# the last that runs out: leave room below the 80 GB.
 #
 # ### Part A in three lines
 #
@@ -259,29 +261,52 @@ def small_steps(dtype, master_dtype):
         total += 1
     return f"weight {weight.to(dtype).item():.3f}, sum {total.item():.0f}"
 
-print("float32                    ", small_steps(torch.float32, torch.float32))
-print("bfloat16                   ", small_steps(torch.bfloat16, torch.bfloat16))
-print("bfloat16 with float32 master", small_steps(torch.bfloat16, torch.float32))
+print("float32                 ", small_steps(torch.float32, torch.float32))
+print("bfloat16                ", small_steps(torch.bfloat16, torch.bfloat16))
+print("bfloat16, float32 master", small_steps(torch.bfloat16, torch.float32))
 
 # %% [markdown]
-# The weight has not moved at all: 0.001 is less than half the distance to the next number, so each step rounds back to 1.0.
-# A run like that learns nothing, and raises no error. So **mixed precision** computes with 16-bit weights and lets the
-# optimizer step on **master weights** in 32 bits, rounded anew after each step. (Save the masters: made again
-# from 16 bits, they have lost what they were for.) The sum stops at 256 for the same reason, so many add
-# gradients of micro-batches up in 32 bits. Hence three recipes:
+# The weight has not moved: 0.001 is less than half the distance to the next number, so each step rounds back to 1.0. Such
+# a run learns nothing and raises no error. **Mixed precision** therefore computes with 16-bit weights, and the optimizer
+# steps on **master weights** in 32 bits. (Save the masters: made again from 16 bits, they have lost what they were for.)
+# By hand:
+
+# %% name="masters" tags=["exact"]
+def mixed():
+    model = GPT(config, dtype=torch.bfloat16)
+    weights = list(model.parameters())
+    masters = [dtlab.tag(w.detach().float(), "optimizer_states") for w in weights]
+    optimizer = torch.optim.AdamW(masters)
+    for step in range(2):
+        inputs, targets = batches(data, config.seq_length, 8, seed=0, step=step)
+        cross_entropy(model(inputs), targets, reduction="mean").backward()
+        for weight, master in zip(weights, masters):
+            master.grad, weight.grad = weight.grad.float(), None
+        optimizer.step()
+        optimizer.zero_grad()
+        for weight, master in zip(weights, masters):
+            weight.data.copy_(master)  # rounds
+
+recorded = ranks.record(mixed, ranks=[0]).memory().loc[0]
+print({name: f"{recorded[f'peak_{name}'] / psi:.0f} bytes a parameter" for name in formula})
+
+# %% [markdown]
+# (`tag` tells the recorder what it cannot know.) That makes 18: Adam wants the gradient in 32 bits, too, as does adding up
+# micro-batches, whose sum may stop as the one above did at 256. Systems that convert piece by piece need 16, those that keep both
+# 20:
 
 # %% name="recipes" tags=["exact"]
 for name in ("adam_mixed", "adam_mixed_fp32_grads", "adam_mixed_both_grads"):
     parts = theory.RECIPES[name]
-    print(f"{sum(parts.values())} bytes, {num_params * sum(parts.values()) / 1e9:.1f} GB: {parts}")
+    each = sum(parts.values())
+    print(f"{each} bytes, {num_params * each / 1e9:.1f} GB: {parts}")
 
 # %% [markdown]
 # Say which one you mean. Float32 throughout is 16, too: mixed precision saves time and activations, not states.
 #
 # ## Recompute
 #
-# Activations are only kept because forward comes first and backward later. So keep a layer's *input*, and when backward gets
-# there, run the layer a second time:
+# Keep a layer's *input* only, and when backward gets there, run the layer a second time:
 
 # %% name="by-hand"
 class Recompute(torch.autograd.Function):
@@ -315,9 +340,9 @@ dtlab.predict("03.2", question, choices={
 })
 
 # %% [markdown]
-# Is it right? The whole model in float64, with dropout; by hand, and with the course's `parallel.recompute`. The latter
-# runs no backward inside backward: it puts numbers in the place of saved tensors and computes them when they are asked for,
-# so each parameter's hook is called once (buckets!), and inputs that need no gradient will do:
+# Is it right? The whole model in float64, with dropout; by hand, and with the course's `parallel.recompute`. That one runs
+# no backward inside backward, which the hooks of lesson 02's buckets could take for the end of the pass: it puts numbers
+# in the place of saved tensors, and computes those when autograd asks for the first.
 
 # %% name="same" tags=["exact"]
 with_dropout = replace(config, dropout=0.1, flash_attention=False)
@@ -335,30 +360,32 @@ def loss_and_gradient(call):
 def compare_gradients(call):
     (loss, gradient), (right_loss, right) = loss_and_gradient(call), loss_and_gradient(plainly)
     error = (gradient - right).norm() / right.norm()
-    return f"loss equal {torch.equal(loss, right_loss)}, gradient off by {error:.0%}" if error else "all equal"
+    same = torch.equal(loss, right_loss), torch.equal(gradient, right)
+    return f"loss and gradient equal: {same}, gradient off by {error:.0%}"
 
 print("by hand:           ", compare_gradients(lambda layer, x: Recompute.apply(layer, x, True)))
 print("parallel.recompute:", compare_gradients(parallel.recompute))
 
 # %% [markdown]
-# Bit by bit. **Break it**: forget the generator's state.
+# Bit by bit. **Break it**: forget the generator's state:
 
 # %% name="other-masks" tags=["exact"]
 print("other masks:", compare_gradients(lambda layer, x: Recompute.apply(layer, x, False)))
 
 # %% [markdown]
-# The loss is right, and will fall. The gradient is that of another network: the one with other units dropped.
+# The loss is right, the gradient that of another network, with other units dropped.
 #
 # ## What does it cost?
 #
-# Three ways, on three layers of the big model: keep everything; keep inputs only (*full*); drop the scores alone, the most
-# bytes for the fewest FLOPs (*selective*). A layer's forward takes 2 FLOPs for each token and element of its matrices, and
-# $4s^2h$ for scores; backward twice that. *Exact here*:
+# On three layers of the big model: keep everything; keep inputs only (*full*); drop the scores alone, the most bytes for the
+# fewest FLOPs (*selective*). A layer's forward takes 2 FLOPs for each token and element of its matrices, and $4s^2h$ for
+# scores; backward twice that:
 
 # %% name="cost" tags=["exact"]
 def recomputed(how):
     if how == "selective":
-        gpt.written_out_attention = functools.partial(parallel.recompute, gpt.written_out_attention)
+        scores = gpt.written_out_attention
+        gpt.written_out_attention = functools.partial(parallel.recompute, scores)
     layers(2048, num_layers=3, call=parallel.recompute if how == "full" else plainly)
 
 def kept(events):
@@ -375,17 +402,21 @@ for how, again in {None: 0, "selective": scores, "full": matrices + scores}.item
     print(f"{how or 'nothing':9} again: keeps {counted / 2**20:5,.0f} MiB, recorded "
           f"{kept(dry.events[0]) / 2**20:5,.0f}; TFLOPs {flops / 1e12:.3f}, recorded "
           f"{dry.flops().flops.sum() / 1e12:.3f}, x {flops / 9 / (matrices + scores):.3f}")
-dtlab.reveal("03.2", "x 4/3", "a third")
+dtlab.reveal("03.2", f"x {flops / 9 / (matrices + scores):.3f}", "a third")
 
 # %% [markdown]
-# 57 times fewer bytes for a third more FLOPs; or, selectively, 70 % of the bytes for 2.5 % of the FLOPs. Flash attention does
-# the latter inside one kernel. Bytes *kept* are not the peak, though: what is computed again lives for a moment, a layer
-# at a time. The small GPT's two steps once more:
+# A 57th of the bytes for a third more FLOPs; or, selectively, 30 % of the bytes for 2.6 % more. Flash attention does the
+# latter inside one kernel. Bytes *kept* are not the peak, though: what is computed again lives for a moment, a layer at a
+# time. The small GPT's two steps once more:
 
 # %% name="humps" tags=["picture"]
-plots.memory(ranks.record(train, 2, parallel.recompute))
+again = ranks.record(train, 2, parallel.recompute)
+print(f"peak {again.memory().peak[0] / 2**20:.0f} MiB, before {table.peak[0] / 2**20:.0f} MiB")
+plots.memory(again)
 
 # %% [markdown]
+# Four humps in backward, one a layer.
+#
 # ### The account of FLOPs
 #
 # $6NT$ is the quick estimate. MFU takes the FLOPs that the *model* needs: computing again is no progress. **HFU**, hardware
@@ -402,12 +433,13 @@ print(f"PFLOPs a step: 6NT {6e-15 * num_params * 512 * 2048:,.0f}, needed {neede
 print(f"HFU {share(done):.1%}, MFU {share(needed):.1%}, tokens/s {512 * 2048 / step_s:,.0f}")
 
 # %% [markdown]
-# The 46 % are HFU. Who compares them with another's MFU gives away a quarter. When you read such a number, ask: is recomputation
-# in it, are scores counted whole or half (causal), which peak? Tokens per second have no such questions.
+# So the 46 % are HFU; beside another's MFU they look a third better than they are. When you read such a number, ask: is
+# recomputation in it, are scores counted whole or half (causal), which peak? Tokens per second raise no such questions.
 #
 # ## Turn the knobs
 #
-# The big model on one device. Drag the sequence from 2,048 to 8,192, then switch the score matrices off:
+# The big model on one device (with the ends of the model: embedding's mask, last norm, logits). Drag the sequence from 2,048
+# to 8,192, then switch the score matrices off:
 
 # %% name="explorer" tags=["picture"]
 dtlab.explore.memory()
@@ -416,8 +448,8 @@ dtlab.explore.memory()
 # This lesson's row of the ledger, with one recorded step, recomputed (*shipped*: a lesson not yet run here):
 
 # %% name="ledger" tags=["timing"]
-step = ranks.record(train, 1, parallel.recompute)
-dtlab.ledger("03", recording=step, formula=round(theory.ring_all_reduce_bytes(4 * psi, WORLD_SIZE)))
+sent = round(theory.ring_all_reduce_bytes(4 * psi, WORLD_SIZE))
+dtlab.ledger("03", recording=ranks.record(train, 1, parallel.recompute), formula=sent)
 
 # %% [markdown]
 # ## In real systems
@@ -425,20 +457,18 @@ dtlab.ledger("03", recording=step, formula=round(theory.ring_all_reduce_bytes(4 
 # | here | torch | Megatron-LM | DeepSpeed |
 # |---|---|---|---|
 # | `recompute(layer, x)` | `checkpoint(layer, x, use_reentrant=False)` | `recompute_granularity="full"` | `checkpointing.checkpoint` |
-# | `Recompute` by hand | `use_reentrant=True` | `tensor_parallel.checkpoint` | the same |
 # | selective | `create_selective_checkpoint_contexts` | `"selective"`, `recompute_modules` | - |
 # | masters | by hand | `main_param` | `bf16` |
 # | gradients in 32 bits | `reduce_dtype` (FSDP) | `grad_reduce_in_fp32` | `grad_accum_dtype` |
 # | the account | `MemTracker` | `report_theoretical_memory` | `estimate_zero2_model_states_mem_needs_all_live` |
 #
-# Left out on purpose: moving activations or states to the CPU; optimizers with states of 8 bits; what an allocator loses
-# to holes.
+# Left out on purpose: activations or states on the CPU; optimizers with 8-bit states; holes in the allocator.
 #
 # ## Exercises
 #
-# 1. *Predict.* SGD with momentum in place of Adam, in mixed precision with masters: GB of states for the big model?
-# 2. *Change.* Record `train` with `keep_grads=True`: gradients are set to zero, not freed. The peak grows by how much?
-# 3. *Break.* A layer counts its calls and does more at every second one. Give it to `parallel.recompute`.
+# 1. *Predict.* SGD with momentum in place of Adam, with masters: GB of states for the big model?
+# 2. *Change.* Record `train` with `keep_grads=True`: gradients are zeroed, not freed. By how much grows the peak?
+# 3. *Break.* Give `parallel.recompute` a function that does more at every second call.
 #
 # The folded cell computes all three:
 
@@ -464,8 +494,8 @@ except dtlab.ConfigError as error:
 # - **Model states**: 16 bytes a parameter with Adam, on every rank; **activations**: $sbh(34 + 5as/h)$ bytes a layer.
 # - The peak comes with the second step, when backward begins. *Allocated*, *reserved* and *process* are three numbers.
 # - **Mixed precision** needs **master weights** in 32 bits; a recipe has 16, 18 or 20 bytes.
-# - **Recomputation** trades a third more FLOPs for almost all activations, with the same random numbers; **selective**, 2.5 %
-#   for most of them.
+# - **Recomputation** trades a third more FLOPs for almost all activations, with the same random numbers; **selective recomputation**
+#   2.6 % for most of them.
 # - **MFU** counts what the model needs, **HFU** what was done.
 #
 # Activations are no longer the problem. The 119.5 GB are, on every one of 64 devices: lesson 04.
