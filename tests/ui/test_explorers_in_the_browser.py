@@ -25,8 +25,10 @@ def draw(n):
     return document([label(0, 12, f"{n}, drawn {len(drawn)} times")], width=300, height=20, title="slow", text=""), {}
 Explorer(draw, {"n": Control("n", tuple(range(31)))}, first={"n": 0}, last={"n": 30}, move="Move to 30.")""",
     "from dtlab.plots import curves\ncurves({'loss': [3, 2, 1]}, x='step', y='loss')",
+    "dtlab.explore.memory()",
+    "dtlab.explore.zero()",
 ]
-MESSAGES, RING, COST, TABS, BUCKETS, PRESENT, SLOW, CURVES = range(1, 9)
+MESSAGES, RING, COST, TABS, BUCKETS, PRESENT, SLOW, CURVES, MEMORY, ZERO = range(1, 11)
 FITS = """cell => [...cell.querySelectorAll('.widget-label, .widget-readout, button, label, .widget-dropdown select')]
                   .filter(part => part.offsetParent && part.scrollWidth > part.clientWidth + 1)
                   .map(part => part.textContent)"""
@@ -159,6 +161,38 @@ def test_buckets_are_moved_by_keyboard_and_the_run_button_puts_marks_on_the_pict
     notebook.picture("explorers-buckets")
 
 
+def test_memory_by_keyboard_leaves_every_device_and_comes_back_without_score_matrices_by_mouse(notebook):
+    notebook.run(MEMORY)
+    picture(notebook, MEMORY).filter(has_text="154.4 GB").first.wait_for()
+    slider(notebook, MEMORY).focus()
+    for _ in range(2):
+        notebook.page.keyboard.press("ArrowRight")
+    wait_for(notebook, MEMORY, "549.4 GB")
+    assert "fits none of" in cell(notebook, MEMORY).locator("p[aria-live]").inner_text()
+    height = cell(notebook, MEMORY).bounding_box()["height"]
+    cell(notebook, MEMORY).get_by_text("no score matrices").click()
+    wait_for(notebook, MEMORY, "162.8 GB")
+    assert cell(notebook, MEMORY).locator("select").first.locator("option").all_inner_texts() == ["nothing", "full"]
+    assert cell(notebook, MEMORY).bounding_box()["height"] == height
+    notebook.picture("explorers-memory")
+
+
+def test_zero_by_keyboard_stops_at_30_gb_and_goes_on_down_at_stage_3_and_is_run(notebook):
+    notebook.run(ZERO)
+    picture(notebook, ZERO).filter(has_text="119.5 + 34.9 GB").first.wait_for()
+    slider(notebook, ZERO).focus()
+    notebook.page.keyboard.press("End")
+    wait_for(notebook, ZERO, "30.0 [+] 34.9 GB")
+    slider(notebook, ZERO, 1).focus()
+    notebook.page.keyboard.press("End")
+    wait_for(notebook, ZERO, "Stage 3 on 1,024 x A100")
+    assert cell(notebook, ZERO).evaluate(FITS) == [] and cell(notebook, ZERO).evaluate(INSIDE)
+    cell(notebook, ZERO).get_by_role("button", name="Run a small GPT").click()
+    picture(notebook, ZERO).filter(has_text="measured").first.wait_for(timeout=120_000)
+    assert "parameters on 4 ranks" in cell(notebook, ZERO).locator("p[aria-live]").inner_text()
+    notebook.picture("explorers-zero")
+
+
 def test_every_control_is_reached_with_tab(notebook):
     cell(notebook, RING).locator(".noUi-handle").first.focus()
     reached = []
@@ -199,6 +233,11 @@ def test_nothing_is_cut_and_projector_mode_enlarges_explorers(notebook):
         sizes[mode] = [picture(notebook, index).first.evaluate(LETTERS) for index in (MESSAGES, RING, COST)]
         texts = [cell(notebook, COST).locator(part).first for part in (".widget-label:visible", "p[aria-live]")]
         sizes[mode] += [text.evaluate("text => parseFloat(getComputedStyle(text).fontSize)") for text in texts]
+        for index in (MEMORY, ZERO):
+            notebook.run(index)
+            picture(notebook, index).first.wait_for()
+            assert cell(notebook, index).evaluate(FITS) == [] and cell(notebook, index).evaluate(INSIDE)
+            sizes[mode].append(picture(notebook, index).first.evaluate(LETTERS))
         notebook.picture(mode)
         notebook.run(PRESENT)
         notebook.page.get_by_text("Projector mode is on").wait_for()
