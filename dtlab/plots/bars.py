@@ -132,7 +132,7 @@ def stacked(rows, parts, *, texts, x, top, words=None, limits=(), said="", marke
         if measured and measured[number] is not None:
             drawn.append(diamond(place(measured[number]), y + 17))
     drawn += [label(left - 8, 36, said, anchor="end", size=13)] if limits else []
-    drawn += [label(at, 36, f"{limit:g}", anchor="middle", size=13, weight="bold") for limit, at in zip(limits, lines)]
+    drawn += [label(at, 36, f"{limit:g}", anchor="middle", size=13) for limit, at in zip(limits, lines)]
     return document(drawn, width=_WIDTH, height=bottom + 44, title=title, text=text)
 
 

@@ -22,6 +22,7 @@ MODELS = {
     "22B": ModelShape(num_layers=48, hidden_size=6144, num_heads=64, seq_length=2048, vocab_size=51200),
 }
 DEVICES = ("A100-40GB", "A100-80GB", "H200", "B200")  # of as many different memories
+RECOMPUTE = {"nothing": None, "selective": "selective", "full": "full"}  # Subtle: a widget takes None as no choice
 SEQUENCES = (1024, 2048, 4096, 8192, 16384, 32768)
 WORDS = {"optimizer_states": "optimizer states", "scores": "score matrices"}
 _TOP_GB = 600
@@ -40,12 +41,12 @@ def memory():
 
 def _recomputations(values):
     """Without score matrices there is nothing left that selective recomputation drops."""
-    return (None, "full") if values["flash_attention"] else (None, "selective", "full")
+    return [how for how in RECOMPUTE if not (how == "selective" and values["flash_attention"])]
 
 
 CONTROLS = {
     "flash_attention": toggle("flash attention: no score matrices"),
-    "recompute": Control("recompute in backward", _recomputations, "dropdown", text=lambda how: how or "nothing"),
+    "recompute": Control("recompute in backward", _recomputations, "dropdown"),
     "micro_batch_size": Control("sequences at once", (1, 2, 4, 8, 16)),
     "recipe": Control("precision", ("adam_mixed", "adam_mixed_fp32_grads", "adam_mixed_both_grads"), "dropdown",
                       text=lambda name: f"{name}: {sum(recipe_bytes(name).values())} bytes a parameter"),
@@ -79,13 +80,14 @@ def limits_gb():
 def draw_memory(seq_length, flash_attention, recompute, micro_batch_size, recipe, model):
     """What one device holds: ``(Svg, numbers)``, bytes by category in ``states`` and ``activations``."""
     shape = replace(MODELS[model], seq_length=seq_length)
-    choices = {"micro_batch_size": micro_batch_size, "recompute": recompute, "flash_attention": flash_attention}
+    choices = {"micro_batch_size": micro_batch_size, "recompute": RECOMPUTE[recompute],
+               "flash_attention": flash_attention}  # fmt: skip
     states = model_state_bytes(transformer_params(shape), recipe=recipe)
     activations = activation_parts(shape, **choices)
     layer = activation_bytes_per_layer(seq_length=seq_length, hidden_size=shape.hidden_size, num_heads=shape.num_heads,
                                        **choices)  # fmt: skip
     sums = [sum(states.values()), sum(activations.values())]
-    total, more = sum(sums), recompute_flops_factor(shape, recompute) - 1
+    total, more = sum(sums), recompute_flops_factor(shape, RECOMPUTE[recompute]) - 1
     parts = {name: [value / 1e9, 0, value / 1e9] for name, value in states.items()}
     parts |= {name: [0, value / 1e9, value / 1e9] for name, value in activations.items()}
     numbers = {"states": states, "activations": activations, "layer_bytes": layer, "total_bytes": total,

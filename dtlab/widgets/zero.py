@@ -10,7 +10,7 @@ from dtlab.simulate.zero import zero_step, zero_wire_bytes
 from dtlab.theory import step_memory, transformer_params, zero_states
 from dtlab.theory.units import in_units
 from dtlab.widgets.explorer import Control, Explorer, Run, live_ranks
-from dtlab.widgets.memory import CONTROLS, MODELS, WORDS, fits, fits_text, limits_gb
+from dtlab.widgets.memory import CONTROLS, MODELS, RECOMPUTE, WORDS, fits, fits_text, limits_gb
 
 _STAGES = (0, 1, 2, 3)
 _NAMES = [f"stage {stage}" for stage in _STAGES]
@@ -62,10 +62,10 @@ def draw_zero(ranks, stage, seq_length, flash_attention, recompute, micro_batch_
     """What a rank holds and how a step passes, by stage: ``(Svg, numbers)`` of the chosen one."""
     shape, hardware = replace(MODELS[model], seq_length=seq_length), Hardware.preset(f"{ranks}xA100-80GB")
     rows = [step_memory(shape, micro_batch_size=micro_batch_size, dp_size=ranks, zero_stage=its, optimizer=recipe,
-                        recompute=recompute, flash_attention=flash_attention, bucket_bytes=_BUCKET_BYTES)
+                        recompute=RECOMPUTE[recompute], flash_attention=flash_attention, bucket_bytes=_BUCKET_BYTES)
             for its in _STAGES]  # fmt: skip
     steps = [zero_step(shape, hardware, num_ranks=ranks, zero_stage=its, batch_size=micro_batch_size, recipe=recipe,
-                       recompute=recompute, bucket_bytes=_BUCKET_BYTES, algorithm=_ALGORITHMS[collectives])
+                       recompute=RECOMPUTE[recompute], bucket_bytes=_BUCKET_BYTES, algorithm=_ALGORITHMS[collectives])
              for its in _STAGES]  # fmt: skip
     sent = [zero_wire_bytes(transformer_params(shape), num_ranks=ranks, zero_stage=its, recipe=recipe)
             for its in _STAGES]

@@ -172,7 +172,8 @@ def test_memory_by_keyboard_leaves_every_device_and_comes_back_without_score_mat
     height = cell(notebook, MEMORY).bounding_box()["height"]
     cell(notebook, MEMORY).get_by_text("no score matrices").click()
     wait_for(notebook, MEMORY, "162.8 GB")
-    assert cell(notebook, MEMORY).locator("select").first.locator("option").all_inner_texts() == ["nothing", "full"]
+    recompute = cell(notebook, MEMORY).locator("select").first
+    assert recompute.locator("option").all_inner_texts() == ["nothing", "full"] and recompute.input_value() == "nothing"
     assert cell(notebook, MEMORY).bounding_box()["height"] == height
     notebook.picture("explorers-memory")
 
