@@ -19,8 +19,8 @@ def recompute(function, *args):
     """What ``function(*args)`` returns; its activations are freed, and computed again in backward.
 
     Kept are the tensors of ``args`` and the states of the random generators (5,056 bytes for the CPU's). Outputs and
-    gradients are those of ``function(*args)``, bit by bit: dropout draws the same mask again, autocast is as it was.
-    Backward computes the forward pass a second time, about 1/3 more FLOPs for a step. Calls may stand in each other.
+    gradients are those of ``function(*args)``: dropout draws the same mask again, autocast is as it was. Backward
+    computes the forward pass a second time, 1/3 more FLOPs for a step. Calls may stand in each other.
 
     Args:
         function: A module or any function that does the same when it is called again with the same arguments. Its

@@ -1,4 +1,4 @@
-"""Recomputation against the function itself, bit by bit; by bytes and FLOPs; on ranks; and broken on purpose."""
+"""Recomputation against the function itself, in float64; by bytes and FLOPs; on ranks; and broken on purpose."""
 import doctest
 import sys
 import weakref
@@ -36,8 +36,7 @@ def run(program, inputs=None):
 
 
 def assert_same(ours, theirs):
-    assert len(ours) == len(theirs)
-    assert all(torch.equal(a, b) for a, b in zip(ours, theirs) if not a is b is None)
+    torch.testing.assert_close(list(ours), list(theirs), rtol=1e-10, atol=1e-12)
 
 
 def one_by_one(call):
