@@ -320,6 +320,7 @@ def gate_wait(work_type):
         started, index, publisher = time.perf_counter(), None, current
         if publisher is not None:
             index = publisher.gate_work(self, (args[0] if args else kwargs.get("timeout")))
+            publisher.guard.buffers.close(index)  # gloo's reduce_scatter copies its result while it waits
         with publisher.in_torch(index) if publisher is not None else contextlib.nullcontext():
             done = original(self, *args, **kwargs)
         _has_waited(publisher, index, started)

@@ -564,6 +564,15 @@ def asynchronous_on_two_groups_in_opposite_order():
         work.wait()
 
 
+def reduce_scatter_that_is_awaited_later():
+    """On the CPU torch copies the result into the buffer while it waits."""
+    mine, n = torch.empty(3), dist.get_world_size()
+    work = dist.reduce_scatter_tensor(mine, torch.arange(3.0 * n), async_op=True)
+    torch.ones(2) + 1
+    work.wait()
+    assert torch.equal(mine, n * torch.arange(3.0 * n)[3 * dist.get_rank() :][:3])
+
+
 def overlap_with_other_work():
     x, w = torch.ones(1 << 16), torch.ones(64, 64)
     for _ in range(STEPS):
