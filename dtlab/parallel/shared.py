@@ -11,6 +11,9 @@ from dtlab.simulate.data_parallel import buckets
 from dtlab.validate import amount
 
 _WRAPPERS = ("DistributedDataParallel", "FullyShardedModule")  # torch's too
+# two collectives by their newest names, which older versions of torch do not have
+all_gather_single = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
+reduce_scatter_single = getattr(dist, "reduce_scatter_single", None) or dist.reduce_scatter_tensor
 
 
 def place_in(group: dist.ProcessGroup | None) -> tuple[int, int]:
