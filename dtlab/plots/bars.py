@@ -115,24 +115,24 @@ def stacked(rows, parts, *, texts, x, top, words=None, limits=(), said="", marke
     place = lambda value: round(left + min(value / top, 1) * (_WIDTH - left - right), 1)
     first, lines = 40 if limits else 24, [place(limit) for limit in limits]
     bottom = first + _ROW * len(rows)
-    drawn = list(legend(parts, 4, words=words, marks=any(measured or ())))
+    drawn = list(legend(parts, 4, words=words, marks=any(measured or ()), size=14))
     for number in range(int(top / (step := tick_step(top, 4)) + 1e-9) + 1):
         drawn += [line(place(number * step), first, place(number * step), bottom + 5, stroke="#C8C8C8", width=1),
-                  label(place(number * step), bottom + 19, f"{number * step:.4g}", anchor="middle", size=13)]
-    drawn.append(label((left + _WIDTH - right) / 2, bottom + 36, x, anchor="middle", size=13))
+                  label(place(number * step), bottom + 19, f"{number * step:.4g}", anchor="middle", size=14)]
+    drawn.append(label((left + _WIDTH - right) / 2, bottom + 36, x, anchor="middle", size=14))
     for number, (name, its_text) in enumerate(zip(rows, texts)):
         y, look = first + _ROW * number, {"size": 14, "weight": "bold" if number == marked else "normal"}
         drawn += [label(left - 8, y + 22, name, anchor="end", **look),
                   label(_WIDTH - right + 18, y + 22, its_text, **look)]
         bar = _bar({kind: values[number] for kind, values in parts.items()}, place, y, 2.5 if number == marked else 1)
         drawn += [*bar, *(line(at, y, at, y + _ROW, dash="5 4", width=2) for at in lines)]
-        drawn += [letter(kind, at, y + 17) for kind, at in _letters(parts, number, place, lines)]
+        drawn += [letter(kind, at, y + 17, 14) for kind, at in _letters(parts, number, place, lines)]
         if sum(values[number] for values in parts.values()) > top:
             drawn.append(arrow(place(top), y + 17, place(top) + 14, y + 17, width=3))
         if measured and measured[number] is not None:
             drawn.append(diamond(place(measured[number]), y + 17))
-    drawn += [label(left - 8, 36, said, anchor="end", size=13)] if limits else []
-    drawn += [label(at, 36, f"{limit:g}", anchor="middle", size=13) for limit, at in zip(limits, lines)]
+    drawn += [label(left - 8, 36, said, anchor="end", size=14)] if limits else []
+    drawn += [label(at, 36, f"{limit:g}", anchor="middle", size=14) for limit, at in zip(limits, lines)]
     return document(drawn, width=_WIDTH, height=bottom + 44, title=title, text=text)
 
 

@@ -97,10 +97,10 @@ def arrow(x1, y1, x2, y2, *, stroke=COLOURS["outline"], dash=None, width=1.5, bo
     return line(*ends, stroke=stroke, dash=dash, width=width) + tip + tail
 
 
-def letter(kind, x, y):
+def letter(kind, x, y, size=13):
     """The letter of a kind of ``COLOURS``, about a middle."""
     fill = COLOURS["paper" if kind == "params" else "outline"]
-    return label(round(x, 1), round(y + 4.7, 1), kind[0].upper(), anchor="middle", size=13, weight="bold", fill=fill)
+    return label(round(x, 1), round(y + 4.7, 1), kind[0].upper(), anchor="middle", size=size, weight="bold", fill=fill)
 
 
 def diamond(x, y):
@@ -109,14 +109,14 @@ def diamond(x, y):
             f'stroke="{COLOURS["paper"]}" stroke-width="1.5"/>')
 
 
-def legend(kinds, x, *, words=None, marks=False):
+def legend(kinds, x, *, words=None, marks=False, size=13):
     """A line of boxes with letter and words for ``kinds`` of ``COLOURS``, from x; 18 units high."""
     for kind in kinds:
         said = (words or {}).get(kind, kind)
         yield f'<rect x="{x}" y="2" width="18" height="14" fill="{COLOURS[kind]}" stroke="{COLOURS["outline"]}"/>'
-        yield letter(kind, x + 9, 9)
-        yield label(x + 24, 14, said, size=13)
+        yield letter(kind, x + 9, 9, size)
+        yield label(x + 24, 14, said, size=size)
         x += 46 + 7 * len(said)
     if marks:
         yield diamond(x + 8, 9)
-        yield label(x + 22, 14, "measured", size=13)
+        yield label(x + 22, 14, "measured", size=size)

@@ -80,9 +80,9 @@ def draw_zero(ranks, stage, seq_length, flash_attention, recompute, micro_batch_
     if measured:
         pictures.append(measured)
         titles.append("A small GPT on ranks of this machine, model states only; bars: predicted")
-    said = (f"Stage {stage} on {ranks:,} x A100: exposed {step.exposed_communication_s:.3g} s, "
+    said = (f"Stage {stage} on {ranks:,} x A100: exposed {step.exposed_communication_s:.2f} s, "
             f"{step.tokens_per_s:,.0f} tokens/s, MFU {step.mfu:.0%}")
-    return twin(pictures, titles, caption=said), numbers
+    return twin(pictures, titles, caption=said, size=14), numbers
 
 
 def _memory_picture(rows, stage, top_gb):
