@@ -104,6 +104,8 @@ class Memory:
         storage, size = self._known.get(untyped._cdata), untyped.nbytes()
         if storage is None or storage.size == size:
             return
+        if not storage.counted:
+            self._count(storage, self.before, 0.0)  # with the size that it had until now
         if storage.counted and not size:
             self.rows.append(_row("free", storage, self.now()))  # of the size it had
         storage.size = size

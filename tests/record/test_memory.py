@@ -175,6 +175,22 @@ def test_views_count_once_and_resizing_is_seen():
         ("alloc", 400), ("free", 400), ("alloc", 200), ("free", 200), ("alloc", 20)]  # fmt: skip
 
 
+def test_memory_that_a_tensor_gets_back_counts_from_then_on():
+    one, other = torch.ones(100), torch.ones(50)
+    for tensor in (one, other):
+        tensor.untyped_storage().resize_(0)
+
+    def program():
+        for tensor in (one, other):  # never both
+            tensor.untyped_storage().resize_(tensor.nbytes)
+            tensor.zero_()
+            tensor.untyped_storage().resize_(0)
+
+    recording = record_here(program)
+    assert [(e.kind, e.bytes) for e in recording.events[0] if e.kind in ("alloc", "free")] == [
+        ("alloc", 400), ("free", 400), ("alloc", 200), ("free", 200)]  # fmt: skip
+
+
 def test_a_tag_decides():
     def program():
         flat = dtlab.tag(torch.zeros(25), "optimizer_states")
