@@ -10,10 +10,14 @@ from dtlab.parallel.collectives import (
     tree_all_reduce,
 )
 from dtlab.parallel.data_parallel import DistributedDataParallel, global_mean
+from dtlab.parallel.fsdp import FullyShardedModule
 from dtlab.parallel.recompute import recompute
+from dtlab.parallel.zero import ZeroOptimizer
 
 __all__ = [
     "DistributedDataParallel",
+    "FullyShardedModule",
+    "ZeroOptimizer",
     "all_to_all",
     "chunk_bounds",
     "global_mean",
