@@ -2,6 +2,7 @@
 import functools
 import gc
 import sys
+import weakref
 
 import pytest
 import torch
@@ -179,9 +180,10 @@ def test_memory_that_a_tensor_gets_back_counts_from_then_on():
     one, other = torch.ones(100), torch.ones(50)
     for tensor in (one, other):
         tensor.untyped_storage().resize_(0)
+    unseen = weakref.ref(one), weakref.ref(other)  # what the function holds itself counts from the start
 
     def program():
-        for tensor in (one, other):  # never both
+        for tensor in (known() for known in unseen):  # never both
             tensor.untyped_storage().resize_(tensor.nbytes)
             tensor.zero_()
             tensor.untyped_storage().resize_(0)
