@@ -11,13 +11,11 @@ from dtlab.parallel.collectives import (
 )
 from dtlab.parallel.data_parallel import DistributedDataParallel, global_mean
 from dtlab.parallel.fsdp import FullyShardedModule
-from dtlab.parallel.fsdp import FullyShardedModule
 from dtlab.parallel.recompute import recompute
 from dtlab.parallel.zero import ZeroOptimizer
 
 __all__ = [
     "DistributedDataParallel",
-    "FullyShardedModule",
     "FullyShardedModule",
     "ZeroOptimizer",
     "all_to_all",
