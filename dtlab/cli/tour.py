@@ -5,6 +5,7 @@ equals the one process. A technique is a row of ``TECHNIQUES``: a function that 
 trained.
 """
 import argparse
+import functools
 import textwrap
 import time
 from collections.abc import Callable
@@ -64,7 +65,7 @@ class Trained(NamedTuple):
     """What a technique hands back, under the serial model's names and in its full shapes."""
 
     losses: list  # of the whole batch, one a step
-    grads: dict   # name -> gradient of the last step
+    grads: dict | Callable  # name -> gradient of the last step; where ranks hold shards, the function that joins them
     params: dict  # name -> parameter after it
     step_s: float  # the fastest step: the others wait for whatever else this machine does
 
@@ -146,6 +147,33 @@ def with_replica(job: Job, wrap: Callable) -> Trained:
     return train(job, model, step)
 
 
+def zero(job: Job, zero_stage: int = 1) -> Trained:
+    """Ours: replicas that share out the optimizer's states, at stage 2 the gradients too."""
+    model = job.model()
+    optimizer = parallel.ZeroOptimizer(model, torch.optim.AdamW, zero_stage=zero_stage, lr=1e-3)
+    shards = []  # of the last step's gradient
+
+    def step(inputs, targets):
+        inputs, targets = shard_batch((inputs, targets), dist.get_rank(), dist.get_world_size())
+        loss = job.loss(model(inputs), targets)
+        (loss * dist.get_world_size()).backward()  # Subtle: it averages over the ranks, our shares add up
+        shards[:] = [(bucket.shards, bucket.grad) for bucket in optimizer.buckets]
+        optimizer.step()
+        return add_over_ranks(loss)
+
+    return train(job, model, step)._replace(grads=lambda: joined(shards))
+
+
+def joined(shards) -> dict:
+    """Whole gradients by name, from those that lie cut over the ranks: ``[(FlatShards, this rank's shard), ...]``."""
+    whole = {}
+    for layout, shard in shards:
+        everyones = [torch.empty_like(shard) for _ in range(layout.dp_size)]
+        dist.all_gather(everyones, shard)
+        whole.update(zip(layout.names, layout.views(torch.cat(everyones))))
+    return whole
+
+
 def add_over_ranks(loss: torch.Tensor) -> torch.Tensor:
     """The loss of the whole batch from this rank's share of it."""
     total = loss.detach().clone()
@@ -165,6 +193,8 @@ TECHNIQUES = [
     Technique("data parallel, our ring all-reduce", data_parallel_by_ring),
     Technique("data parallel in buckets", data_parallel_in_buckets),
     Technique("torch DistributedDataParallel", torch_data_parallel),
+    Technique("ZeRO stage 1", zero),
+    Technique("ZeRO stage 2", functools.partial(zero, zero_stage=2)),
 ]
 
 
@@ -179,6 +209,8 @@ class Row(NamedTuple):
 def run_and_compare(program: Callable, job: Job, reference: Trained) -> Row:
     """On a rank: train by ``program``, compare with the serial result here, report the first difference."""
     trained = program(job)
+    if callable(trained.grads):  # only here: to join them is no part of the technique, and not recorded
+        trained = trained._replace(grads=trained.grads())
     return Row(first_difference(trained, reference), trained.losses, trained.step_s)
 
 
