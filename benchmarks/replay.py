@@ -90,18 +90,15 @@ def replay_time(bench, peers):
     return samples
 
 
-def slide(name, networks):
-    """Every value of one of the sliders of lesson 02's explorer in turn; the figure has as many boxes as the picture.
+def slide(explorer, name, other, times):
+    """Every value of one of an explorer's sliders in turn; the figure has as many boxes as the picture.
 
-    Each round is on another network, so that nothing was worked out before.
+    Each round is at another value of another control, so that nothing was worked out before.
     """
-    from dtlab.widgets.explore import data_parallel
-
-    explorer = data_parallel()
     widget = explorer.view() and explorer._view.inputs[name]
     samples = {"dtlab": [], FIGURE: []}
-    for network in explorer.legal("network")[:networks]:
-        explorer.set(network=network)
+    for choice in explorer.legal(other)[:times]:
+        explorer.set(**{other: choice})
         for value in explorer.legal(name):
             if widget.value != value:
                 samples["dtlab"].append(timed(setattr, widget, "value", value)[0])
@@ -112,12 +109,23 @@ def slide(name, networks):
 
 @row("slider of bucket sizes: new value to new picture, kernel side", "s", {FIGURE: times_faster(10)})
 def slider(bench, peers):
-    return slide("bucket_bytes", 1 if bench.quick else 5)
+    from dtlab.widgets.explore import data_parallel
+
+    return slide(data_parallel(), "bucket_bytes", "network", 1 if bench.quick else 5)
 
 
 @row("slider of ranks, with which all bucket sizes are simulated anew", "s", {FIGURE: times_faster(10)})
 def slider_anew(bench, peers):
-    return slide("ranks", 1 if bench.quick else 5)
+    from dtlab.widgets.explore import data_parallel
+
+    return slide(data_parallel(), "ranks", "network", 1 if bench.quick else 5)
+
+
+@row("slider of ranks of the ZeRO stages, with which all four are simulated anew", "s", {FIGURE: times_faster(10)})
+def slider_of_stages(bench, peers):
+    from dtlab.widgets.explore import zero
+
+    return slide(zero(), "ranks", "seq_length", 1 if bench.quick else 4)
 
 
 def rebuild_figure(num_boxes):

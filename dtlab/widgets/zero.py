@@ -79,7 +79,7 @@ def draw_zero(ranks, stage, seq_length, flash_attention, recompute, micro_batch_
               "A step on A100s; at the right: step time, bytes that a rank sends"]
     if measured:
         pictures.append(measured)
-        titles.append("A small GPT on ranks of this machine, model states only; bars: predicted")
+        titles.append("A small GPT on live ranks [MB]: model states predicted (bars) and measured")
     said = (f"Stage {stage} on {ranks:,} x A100: exposed {step.exposed_communication_s:.2f} s, "
             f"{step.tokens_per_s:,.0f} tokens/s, MFU {step.mfu:.0%}")
     return twin(pictures, titles, caption=said, size=14), numbers

@@ -93,4 +93,4 @@ def test_run_puts_marks_on_the_predicted_bars(explorer):
     for _, *numbers in said:
         predicted, measured, sends, sent = map(float, numbers)
         assert measured == pytest.approx(predicted, rel=0.01) and sent == pytest.approx(sends, rel=0.01)
-    assert explorer.svg.count("measured<") == 1 and "measured" in explorer.set(ranks=8).svg
+    assert explorer.svg.count(">measured<") == 1 and "measured" in explorer.set(ranks=8).svg
