@@ -46,7 +46,7 @@ def memory(recording, *, rank=None):
     for (place, name), (end, _) in zip(phases, [*phases[1:], (len(places), "")]):
         x, room = _LEFT + place * _COLUMN, (end - place) * _COLUMN
         parts += [line(x, _TOP - 14, x, bottom, dash="3 3", width=1),
-                  label(x + 4, _TOP - 4, name if room > 7 * len(name) else name[0].upper())]
+                  label(x + 4, _TOP - 4, name if room > 6.2 * len(name) else name[0].upper())]
     parts.append(f'<text transform="translate(14 {_TOP + _HEIGHT / 2}) rotate(-90)" text-anchor="middle" '
                  f'font-size="13" fill="{COLOURS["outline"]}">live [MiB]</text>')
     parts.append(label((_LEFT + _WIDTH) / 2, bottom + 18, "operations in order, as wide as the bytes they touch",

@@ -250,7 +250,7 @@ print(f"peak of tensors {table.peak[0] / 2**20:.0f} MiB; process {process / 2**2
 #
 # ## Fewer bits
 #
-# bfloat16 has 8 bits of precision: below 1, its numbers are 1/256 apart. A thousand steps of 0.001 down from 1.0, and a
+# bfloat16 has 8 bits of precision: just below 1, its numbers are 1/256 apart. A thousand steps of 0.001 down from 1.0, and a
 # thousand ones added up:
 
 # %% name="bfloat16" tags=["exact"]
@@ -465,7 +465,7 @@ dtlab.ledger("03", recording=ranks.record(train, 1, parallel.recompute), formula
 # ## Exercises
 #
 # 1. *Predict.* SGD with momentum in place of Adam, with masters: GB of states for the big model?
-# 2. *Change.* Record `train` with `keep_grads=True`: gradients are zeroed, not freed. By how much grows the peak?
+# 2. *Change.* Record `train` with `keep_grads=True`: gradients are zeroed, not freed. How much does the peak grow?
 # 3. *Break.* Give `parallel.recompute` a function that does more at every second call.
 #
 # The folded cell computes all three:
