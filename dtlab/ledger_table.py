@@ -16,6 +16,8 @@ _TEXTS = {  # lesson -> technique, what is cut, when to use
     "03": ("recomputation", "activations: inputs stay", "activations do not fit; a third more FLOPs, or less selectively"),
     "04": ("ZeRO stage 1", "optimizer states (2: gradients, 3: parameters too)",
            "replicas fit but for their states; sends no more than data parallelism"),
+    "05": ("FSDP, or ZeRO stage 3 in units", "all states; parameters are gathered unit by unit",
+           "states fit no device; enough tokens a rank to hide 1.5 times the bytes"),
 }
 _MEASURED = ("collectives per step", "bytes per rank (formula)", "bytes per rank (recorded)",
              "memory per rank (peak bytes)")
