@@ -314,7 +314,8 @@ dtlab.reveal("04.1", f"equal; an all_reduce of these gradients: {all_reduce:,.0f
 
 # %% [markdown]
 # Equal, because an all-reduce always *was* a reduce-scatter and an all-gather. Here is lesson 01's ring for a
-# billion float32 parameters, *replayed* on four A100s in one node; then the same messages with the step in the gap:
+# billion float32 parameters, *replayed* on four A100s in one node (rank 0, after backward); then the same messages with the
+# step between:
 
 # %% name="cut" tags=["picture"]
 def update(parameters, gradients):
@@ -334,7 +335,7 @@ end = lambda way: way(torch.empty(10**9, device=device), torch.empty(10**9, devi
 both = [replay(dtlab.record_dry(end, way, world_size=4, ranks=[0]), Hardware.preset("4xA100"))
         for way in (data_parallel, stage_1)]
 twin([plots.timeline(its, until_s=both[0].step_time_s) for its in both],
-     ["Data parallel", "Stage 1"], caption="After backward, on rank 0")
+     ["Data parallel", "Stage 1"], caption="The ring is cut, and the step slides into the gap")
 
 # %% [markdown]
 # X adds what has come in. Six messages above, the same six below. Stage 1 is free, and more: the step itself is a quarter, since
