@@ -3,6 +3,7 @@
     path/checkpoint.json   names the folder that counts and says what lies where; it is replaced in one instant
     path/state_3/          what torch.distributed.checkpoint wrote: a file of each rank, and .metadata
 """
+import contextlib
 import json
 import os
 import shutil
@@ -34,7 +35,8 @@ def save_checkpoint(path: str | os.PathLike, state: ShardedState, *, group=None)
 
     path, (rank, _) = Path(path).absolute(), place_in(group)
     folder = _together(lambda: _new_folder(path) if rank == 0 else None, group)
-    dcp.save(dict(state), checkpoint_id=path / folder, process_group=group)  # returns when all ranks have written
+    with _said_plainly(f"written to {path}"):
+        dcp.save(dict(state), checkpoint_id=path / folder, process_group=group)  # returns when all ranks have written
     _together(lambda: _make_it_count(path, folder, state.layout) if rank == 0 else None, group)
 
 
@@ -65,8 +67,7 @@ def load_checkpoint(path: str | os.PathLike, state: ShardedState, *, group=None)
         group: The ranks of the state; None for all.
 
     Raises:
-        ConfigError: on every rank: no checkpoint, or one that does not fit; nothing has changed then, nor if a file
-            of it turns out to be damaged, which torch says.
+        ConfigError: on every rank: no checkpoint, one that does not fit or is damaged. Nothing has changed.
     """
     import torch.distributed.checkpoint as dcp
     from torch.distributed.tensor import DTensor
@@ -74,7 +75,8 @@ def load_checkpoint(path: str | os.PathLike, state: ShardedState, *, group=None)
     path, _ = Path(path).absolute(), place_in(group)
     folder = _together(lambda: _folder_that_fits(path, state), group)
     loaded = {key: torch.empty_like(tensor) for key, tensor in state.items()}  # apart: a read may fail half-way
-    dcp.load(loaded, checkpoint_id=path / folder, process_group=group)
+    with _said_plainly(f"read from {path}"):
+        dcp.load(loaded, checkpoint_id=path / folder, process_group=group)
     local = lambda tensor: tensor.to_local() if isinstance(tensor, DTensor) else tensor
     for key, tensor in state.items():
         local(tensor).copy_(local(loaded[key]))
@@ -95,6 +97,18 @@ def _folder_that_fits(path, state):
                           "the optimizer and the options (bucket_bytes, param_groups, master_dtype) that it was saved "
                           "with; only the number of ranks may differ")
     return index["folder"]
+
+
+@contextlib.contextmanager
+def _said_plainly(what):
+    """Torch's error, which every rank gets, is no Exception and has a traceback of each rank."""
+    from torch.distributed.checkpoint import CheckpointException
+
+    try:
+        yield
+    except CheckpointException as error:
+        rank, (cause, _) = min(error.failures.items(), key=lambda failure: failure[0])
+        raise ConfigError(f"the checkpoint cannot be {what}: rank {rank}: {type(cause).__name__} {cause}") from error
 
 
 def _together(function, group):

@@ -87,6 +87,8 @@ class ZeroOptimizer:
             raise ConfigError(f"zero_stage ({zero_stage!r}) must be 1 or 2: "
                               f"{_OTHER_STAGES.get(zero_stage, 'there is no such stage')}")
         refuse_what_is_no_model(module)
+        if not callable(optimizer_class):
+            raise ConfigError(f"give the optimizer's class and its options, not {type(optimizer_class).__name__}(...)")
         place_in(group)
         self.module, self.zero_stage, self.group, self.overlap = module, zero_stage, group, overlap
         groups = groups_of(module, param_groups)
