@@ -125,6 +125,17 @@ def data_parallel_in_buckets(job: Job) -> Trained:
     return with_replica(job, parallel.DistributedDataParallel)
 
 
+def recomputed(job: Job) -> Trained:
+    """The same, with each layer's activations computed again in backward."""
+
+    def wrap(model):
+        for layer in model.layers:
+            layer.forward = functools.partial(parallel.recompute, layer.forward)
+        return parallel.DistributedDataParallel(model)
+
+    return with_replica(job, wrap)
+
+
 def torch_data_parallel(job: Job) -> Trained:
     """The real system: torch's DistributedDataParallel."""
     return with_replica(job, DistributedDataParallel)
@@ -192,6 +203,7 @@ TECHNIQUES = [
     Technique("data parallel, by hand", data_parallel),
     Technique("data parallel, our ring all-reduce", data_parallel_by_ring),
     Technique("data parallel in buckets", data_parallel_in_buckets),
+    Technique("data parallel, recomputed", recomputed),
     Technique("torch DistributedDataParallel", torch_data_parallel),
     Technique("ZeRO stage 1", zero),
     Technique("ZeRO stage 2", functools.partial(zero, zero_stage=2)),

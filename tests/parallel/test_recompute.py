@@ -5,6 +5,7 @@ import weakref
 
 import pytest
 import torch
+import torch.distributed as dist
 from torch import nn
 from torch.nn.parallel import DistributedDataParallel as TorchDDP
 
@@ -12,7 +13,7 @@ import dtlab
 from dtlab import theory
 from dtlab.errors import ConfigError
 from dtlab.models import GPT, GPTConfig, TransformerLayer, cross_entropy, gpt
-from dtlab.parallel import DistributedDataParallel, recompute
+from dtlab.parallel import DistributedDataParallel, FullyShardedModule, recompute
 from dtlab.simulate.tables import live_bytes
 
 CONFIG = GPTConfig(vocab_size=31, seq_length=7, hidden_size=12, num_layers=3, num_heads=3, dropout=0.3,
@@ -206,15 +207,30 @@ def test_bytes_kept_and_flops_are_the_formulas(how):
 # on ranks
 
 
-def train(wrap, call, **options):
-    """On a rank: the losses and last gradients of three steps on this rank's rows."""
-    import torch.distributed as dist
-
-    model = GPT(CONFIG, seed=0, dtype=torch.float64)
+def inside(model, call):
+    """Each layer computes itself again: hooks on a layer stand outside."""
     for layer in model.layers:
         layer.forward = lambda x, forward=layer.forward: call(forward, x)
+
+
+def outside(model, call):
+    """The model has its layers computed again: with all their hooks."""
+
+    def forward(tokens):
+        x = model.embed(tokens)
+        for layer in model.layers:
+            x = call(layer, x)
+        return model.head(x)
+
+    model.forward = forward
+
+
+def train(wrap, where, call, **options):
+    """On a rank: the losses of three steps on this rank's rows, and what its parameters are then."""
+    model = GPT(CONFIG, seed=0, dtype=torch.float64)
+    where(model, call)
     replica = wrap(model, **options)
-    optimizer, losses = torch.optim.SGD(model.parameters(), lr=0.1), []
+    optimizer, losses = torch.optim.SGD(replica.parameters(), lr=0.1), []
     for step in range(3):
         torch.manual_seed(10 * step + dist.get_rank())
         tokens = torch.randint(0, 31, (2, 7))
@@ -223,7 +239,7 @@ def train(wrap, call, **options):
         loss.backward()
         optimizer.step()
         losses.append(loss.detach())
-    return [torch.stack(losses), *(p.grad for p in model.parameters())]
+    return [torch.stack(losses), *(p.detach().clone() for p in replica.parameters())]
 
 
 @pytest.fixture(scope="module")
@@ -233,9 +249,12 @@ def ranks():
 
 
 @pytest.mark.ranks
-@pytest.mark.parametrize("wrap, options", [(DistributedDataParallel, {"bucket_bytes": 1}), (TorchDDP, {})])
-def test_data_parallel_sees_each_gradient_once(ranks, wrap, options):
-    for ours, theirs in zip(ranks.run(train, wrap, recompute, **options), ranks.run(train, wrap, plainly, **options)):
+@pytest.mark.parametrize("where", [inside, outside])
+@pytest.mark.parametrize("wrap, options", [(DistributedDataParallel, {"bucket_bytes": 1}), (TorchDDP, {}),
+                                           (FullyShardedModule, {})])
+def test_what_listens_to_gradients_gets_the_same(ranks, wrap, options, where):
+    for ours, theirs in zip(ranks.run(train, wrap, where, recompute, **options),
+                            ranks.run(train, wrap, where, plainly, **options)):
         assert_same(ours, theirs)
 
 
