@@ -1,4 +1,5 @@
 """The techniques, each from scratch: they train as one process does, on the process group that they are given."""
+from dtlab.parallel.checkpoint import load_checkpoint, save_checkpoint
 from dtlab.parallel.collectives import (
     all_to_all,
     chunk_bounds,
@@ -22,10 +23,12 @@ __all__ = [
     "chunk_bounds",
     "global_mean",
     "halving_doubling_all_reduce",
+    "load_checkpoint",
     "naive_all_reduce",
     "recompute",
     "ring_all_gather",
     "ring_all_reduce",
     "ring_reduce_scatter",
+    "save_checkpoint",
     "tree_all_reduce",
 ]
