@@ -4,6 +4,7 @@ from itertools import takewhile
 
 from dtlab.errors import ConfigError
 from dtlab.plots.bars import stacked
+from dtlab.plots.svg import Svg
 from dtlab.plots.twin import twin
 from dtlab.simulate.hardware import Hardware
 from dtlab.simulate.zero import zero_step, zero_wire_bytes
@@ -82,7 +83,8 @@ def draw_zero(ranks, stage, seq_length, flash_attention, recompute, micro_batch_
         titles.append("A small GPT on live ranks [MB]: model states predicted (bars) and measured")
     said = (f"Stage {stage} on {ranks:,} x A100: exposed {step.exposed_communication_s:.2f} s, "
             f"{step.tokens_per_s:,.0f} tokens/s, MFU {step.mfu:.0%}")
-    return twin(pictures, titles, caption=said, size=14), numbers
+    text = "\n".join([f"{said}; {fits_text(sum(row.values()))}", *(picture.text for picture in pictures)])
+    return Svg(str(twin(pictures, titles, caption=said, size=14)), text), numbers
 
 
 def _memory_picture(rows, stage, top_gb):
@@ -90,10 +92,9 @@ def _memory_picture(rows, stage, top_gb):
     parts["communication"] = [(row["gathered"] + row["buckets"]) / 1e9 for row in rows]
     texts = [f"{_gb(sum(row[name] for name in _STATES))} + {_gb(sum(row[name] for name in row if name not in _STATES))}"
              " GB" for row in rows]  # fmt: skip
-    fitting = fits_text(sum(rows[stage].values()))
     return stacked(_NAMES, parts, texts=texts, x="memory of a rank [GB]", top=top_gb, words=_WORDS, room=15,
                    marked=stage, limits=limits_gb(), said="devices:", title="Memory of a rank by stage",
-                   text=f"{_listed(texts)}; stage {stage} {fitting}")  # fmt: skip
+                   text=f"Model states + all else, by stage: {'; '.join(texts)}")  # fmt: skip
 
 
 def _time_picture(steps, sent, stage, top_s):
@@ -102,15 +103,12 @@ def _time_picture(steps, sent, stage, top_s):
     parts["communication"] = [step.exposed_communication_s for step in steps]
     texts = [f"{step.step_time_s:.3g} s, {in_units(its, 'B')}" for step, its in zip(steps, sent)]
     return stacked(_NAMES, parts, texts=texts, x="time [s]", top=top_s, marked=stage, room=15,
-                   title="Step time by stage", words={"communication": "exposed communication"}, text=_listed(texts))
+                   title="Step time by stage", words={"communication": "exposed communication"},
+                   text=f"Step time and bytes sent, by stage: {'; '.join(texts)}")  # fmt: skip
 
 
 def _gb(num_bytes):
     return f"{num_bytes / 1e9:.1f}" if num_bytes >= 1e10 else f"{num_bytes / 1e9:.2g}"
-
-
-def _listed(texts):
-    return "; ".join(f"{name}: {text}" for name, text in zip(_NAMES, texts))
 
 
 def measure():

@@ -64,7 +64,8 @@ def test_numbers_are_those_of_theory_and_of_the_simulator(explorer, degrees):
 def test_what_the_picture_says_of_each_stage_is_zeros_table(explorer):
     explorer.set(ranks=64)
     assert re.findall(r">([\d.]+) \+ [\d.]+ GB<", explorer.svg) == ["119.5", "31.3", "16.6", "1.9"]
-    assert "stage 1 fits A100-80GB, H200, B200" in repr(explorer)
+    assert repr(explorer).startswith("Stage 1 on 64 x A100: exposed 0.84 s")
+    assert "fits A100-80GB, H200, B200" in repr(explorer) and explorer.values["fits"] == ["A100-80GB", "H200", "B200"]
 
 
 def test_a_model_with_32_bit_gradients_sends_more(explorer):
