@@ -224,7 +224,7 @@ compare("one step", ranks.record(train, 1))
 #
 # ### Which memory number?
 #
-# The system's own number for a rank, now that its tensors are gone, beside the recorded peak:
+# The system's own number for a rank, after training, beside the recorded peak:
 
 # %% name="process" tags=["timing"]
 process = ranks.run(lambda: psutil.Process().memory_info().rss)[0]
@@ -292,8 +292,8 @@ print({name: f"{recorded[f'peak_{name}'] / psi:.0f} bytes a parameter" for name 
 
 # %% [markdown]
 # (`tag` tells the recorder what it cannot know.) That makes 18: Adam wants the gradient in 32 bits, too, as does adding up
-# micro-batches, whose sum may stop as the one above did at 256. Systems that convert piece by piece need 16, those that keep both
-# 20:
+# micro-batches, whose sum may stop as the one above did at 256. Systems that convert piece by piece need 16, those that
+# keep both 20:
 
 # %% name="recipes" tags=["exact"]
 for name in ("adam_mixed", "adam_mixed_fp32_grads", "adam_mixed_both_grads"):
@@ -492,8 +492,8 @@ except dtlab.ConfigError as error:
 # - **Model states**: 16 bytes a parameter with Adam, on every rank; **activations**: $sbh(34 + 5as/h)$ bytes a layer.
 # - The peak comes with the second step, when backward begins. *Allocated*, *reserved* and *process* are three numbers.
 # - **Mixed precision** needs **master weights** in 32 bits; a recipe has 16, 18 or 20 bytes.
-# - **Recomputation** trades a third more FLOPs for almost all activations, with the same random numbers; **selective recomputation**
-#   2.6 % for most of them.
+# - **Recomputation** trades a third more FLOPs for almost all activations, with the same random numbers;
+#   **selective recomputation** 2.6 % for most of them.
 # - **MFU** counts what the model needs, **HFU** what was done.
 #
 # Activations are no longer the problem. The 119.5 GB are, on every one of 64 devices: lesson 04.
