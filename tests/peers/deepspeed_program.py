@@ -3,7 +3,7 @@
 
     python tests/peers/deepspeed_program.py dtlab/data/recordings/deepspeed_zero3.jsonl
 
-The functions from ``my_rows`` to ``third_step`` are the lesson's, word by word.
+The functions from ``train`` to ``record`` are the lesson's, word by word.
 """
 import dataclasses
 import sys
@@ -12,6 +12,7 @@ import torch
 
 import dtlab
 from dtlab.data import SyntheticLanguage, batches, shard_batch
+from dtlab.data.recordings import deepspeed_engine
 from dtlab.models import GPT, GPTConfig, cross_entropy
 from dtlab.simulate import Recording
 
@@ -34,48 +35,34 @@ def train(model, optimizer, rows, steps=range(3)):
     return torch.stack(losses)
 
 
-def with_deepspeed(gpt):
-    import os
-    import warnings
-    warnings.simplefilter("ignore", FutureWarning)  # it uses names that torch is about to drop
-    os.environ.update(DS_ACCELERATOR="cpu", LOCAL_RANK=str(rank))
-    import deepspeed
-    zero = {"stage": 3, "overlap_comm": False, "reduce_bucket_size": 10_000,
-            "stage3_max_live_parameters": 0, "stage3_max_reuse_distance": 0,
-            "stage3_prefetch_bucket_size": 0, "stage3_param_persistence_threshold": 0}
-    settings = {"train_micro_batch_size_per_gpu": BATCH_SIZE // world_size, "zero_optimization": zero,
-                "zero_allow_untested_optimizer": True, "gradient_clipping": 0.0}  # else 1.0
-    engine, *_ = deepspeed.initialize(model=gpt, optimizer=adamw(gpt.parameters()), config=settings,
-                                      dist_init_required=False)
+def by_deepspeed(gpt):
+    engine = deepspeed_engine(gpt, adamw(gpt.parameters()), micro_batch_size=BATCH_SIZE // world_size)
     return engine, engine  # it steps its optimizer itself
 
 
 def two_steps(wrap):
-    global system
-    system = wrap(GPT(config))
-    return train(*system, my_rows, range(2))
+    global system  # stays on the rank
+    system = wrap(GPT(config))[:2]
+    train(*system, my_rows, range(2))
 
 
 def third_step():
-    return train(*system, my_rows, [2])
+    return train(*system, my_rows, [2]).item()
 
 
-def record(ranks):
-    """The third step of training: in the first ones, DeepSpeed notes the order in which modules are used."""
-    before = ranks.run(two_steps, with_deepspeed)
-    recording = ranks.record(third_step)
-    losses = [torch.cat(pair) for pair in zip(before, recording.results)]
-    recording.meta["losses"] = torch.stack(losses).mean(0).tolist()
-    return recording
+def record(wrap):
+    ranks.run(two_steps, wrap)
+    return ranks.record(third_step)
 
 
 def small(recording):
-    """What is shipped: rank 0, which stands for all, with times in microseconds."""
+    """What is shipped: rank 0, which stands for all, with times in microseconds; and the results of all ranks."""
     events = [dataclasses.replace(e, **{name: round(getattr(e, name), 6) for name in ("start_s", "end_s", "cpu_s")})
               for e in recording.events[0]]
-    return Recording({0: events}, world_size=recording.world_size, meta=recording.meta)
+    meta = {**recording.meta, "results": recording.results}
+    return Recording({0: events}, world_size=recording.world_size, meta=meta)
 
 
 if __name__ == "__main__":
     with dtlab.launch(WORLD_SIZE) as ranks:
-        small(record(ranks)).save(sys.argv[1])
+        small(record(by_deepspeed)).save(sys.argv[1])
