@@ -23,7 +23,6 @@ MODELS = {
 }
 DEVICES = ("A100-40GB", "A100-80GB", "H200", "B200")  # of as many different memories
 RECOMPUTE = {"nothing": None, "selective": "selective", "full": "full"}  # Subtle: a widget takes None as no choice
-SEQUENCES = (1024, 2048, 4096, 8192, 16384, 32768)
 WORDS = {"optimizer_states": "optimizer states", "scores": "score matrices"}
 _TOP_GB = 600
 
@@ -33,33 +32,21 @@ def memory():
 
     In GB of 10**9 bytes; tensors alone, without what an allocator rounds up or a device's libraries need.
     """
-    controls = {"seq_length": Control("sequence [tokens]", SEQUENCES, text=lambda tokens: f"{tokens:,}"), **CONTROLS}
-    return Explorer(draw_memory, controls, first={"seq_length": 2048, "model": "7.5B"}, last={"seq_length": 8192},
+    return Explorer(draw_memory, CONTROLS, first={"seq_length": 2048, "model": "7.5B"}, last={"seq_length": 8192},
                     move="Drag the sequence from 2,048 to 8,192: the score matrices (S) grow 16 times, all else of the "
                          "activations (A) 4 times. Then switch the score matrices off.")  # fmt: skip
 
 
-def _recomputations(values):
-    """Without score matrices there is nothing left that selective recomputation drops."""
-    return [how for how in RECOMPUTE if not (how == "selective" and values["flash_attention"])]
-
-
 CONTROLS = {
+    "seq_length": Control("sequence [tokens]", (1024, 2048, 4096, 8192, 16384), text=lambda its: f"{its:,}"),
     "flash_attention": toggle("flash attention: no score matrices"),
-    "recompute": Control("recompute in backward", _recomputations, "dropdown"),
+    "recompute": Control("recompute in backward", lambda values: [  # without scores selective has nothing to drop
+        how for how in RECOMPUTE if how != "selective" or not values["flash_attention"]], "dropdown"),
     "micro_batch_size": Control("sequences at once", (1, 2, 4, 8, 16)),
     "recipe": Control("precision", ("adam_mixed", "adam_mixed_fp32_grads", "adam_mixed_both_grads"), "dropdown",
                       text=lambda name: f"{name}: {sum(recipe_bytes(name).values())} bytes a parameter"),
     "model": Control("model", tuple(MODELS), "dropdown"),
 }
-
-
-def activation_parts(shape, *, micro_batch_size, recompute, flash_attention):
-    """Bytes of activations without the score matrices (and what follows from them), and of these."""
-    choices = {"micro_batch_size": micro_batch_size, "recompute": recompute}
-    whole = activation_bytes(shape, flash_attention=flash_attention, **choices)
-    rest = activation_bytes(shape, flash_attention=True, **choices)
-    return {"activations": rest, "scores": whole - rest}
 
 
 def fits(num_bytes):
@@ -70,6 +57,11 @@ def fits(num_bytes):
 def fits_text(num_bytes):
     """The same in words."""
     return f"fits {', '.join(fits(num_bytes)) or 'none of ' + ', '.join(DEVICES)}"
+
+
+def gb(num_bytes):
+    """GB as read: one digit behind the point, two digits below 10 GB, none above 1,000."""
+    return f"{num_bytes / 1e9:.{int(num_bytes < 1e12)}f}" if num_bytes >= 1e10 else f"{num_bytes / 1e9:.2g}"
 
 
 def limits_gb():
@@ -83,7 +75,8 @@ def draw_memory(seq_length, flash_attention, recompute, micro_batch_size, recipe
     choices = {"micro_batch_size": micro_batch_size, "recompute": RECOMPUTE[recompute],
                "flash_attention": flash_attention}  # fmt: skip
     states = model_state_bytes(transformer_params(shape), recipe=recipe)
-    activations = activation_parts(shape, **choices)
+    without, kept = (activation_bytes(shape, **{**choices, "flash_attention": its}) for its in (True, flash_attention))
+    activations = {"activations": without, "scores": kept - without}
     layer = activation_bytes_per_layer(seq_length=seq_length, hidden_size=shape.hidden_size, num_heads=shape.num_heads,
                                        **choices)  # fmt: skip
     sums = [sum(states.values()), sum(activations.values())]
@@ -92,9 +85,9 @@ def draw_memory(seq_length, flash_attention, recompute, micro_batch_size, recipe
     parts |= {name: [0, value / 1e9, value / 1e9] for name, value in activations.items()}
     numbers = {"states": states, "activations": activations, "layer_bytes": layer, "total_bytes": total,
                "fits": fits(total), "extra_flops": more}  # fmt: skip
-    said = (f"{model}: {sums[0] / 1e9:.1f} GB of states + {sums[1] / 1e9:.1f} GB of activations (a layer "
-            f"{in_units(layer, 'B')}) = {total / 1e9:.1f} GB; {fits_text(total)}. Recomputation adds {more:.0%} FLOPs.")
-    picture = stacked(["states", "activations", "together"], parts, texts=[f"{b / 1e9:.1f} GB" for b in (*sums, total)],
+    said = (f"{model}: {gb(sums[0])} GB of states + {gb(sums[1])} GB of activations (a layer "
+            f"{in_units(layer, 'B')}) = {gb(total)} GB; {fits_text(total)}. Recomputation adds {more:.0%} FLOPs.")
+    picture = stacked(["states", "activations", "together"], parts, texts=[f"{gb(b)} GB" for b in (*sums, total)],
                       x="memory of one device [GB]", top=_TOP_GB, words=WORDS, limits=limits_gb(), said="devices:",
                       marked=2, title="Memory of training on one device", text=said)  # fmt: skip
     return picture, numbers

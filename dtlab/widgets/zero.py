@@ -11,12 +11,11 @@ from dtlab.simulate.zero import zero_step, zero_wire_bytes
 from dtlab.theory import step_memory, transformer_params, zero_states
 from dtlab.theory.units import in_units
 from dtlab.widgets.explorer import Control, Explorer, Run, live_ranks
-from dtlab.widgets.memory import CONTROLS, MODELS, RECOMPUTE, WORDS, fits, fits_text, limits_gb
+from dtlab.widgets.memory import CONTROLS, MODELS, RECOMPUTE, WORDS, fits, fits_text, gb, limits_gb
 
 _STAGES = (0, 1, 2, 3)
 _NAMES = [f"stage {stage}" for stage in _STAGES]
 _RANKS = (1, 2, 4, 8, 16, 32, 64, 128, 256, 512, 1024)
-_BUCKET_BYTES = 5 * 10**8
 _ALGORITHMS = {"one flat ring": "ring", "nodes of 8 first, then between nodes": None}
 _TOPS = {name: (memory_gb, seconds) for name, memory_gb, seconds in zip(MODELS, (200, 200, 500), (2, 4, 12))}
 _STATES = ("params", "grads", "optimizer_states")
@@ -48,7 +47,6 @@ def zero(move="ranks"):
     controls = {
         "ranks": Control("ranks", _RANKS, text=lambda ranks: f"{ranks:,}"),
         "stage": Control("stage", _STAGES),
-        "seq_length": Control("sequence [tokens]", (1024, 2048, 4096, 8192), text=lambda tokens: f"{tokens:,}"),
         **CONTROLS,
         "collectives": Control("collectives", tuple(_ALGORITHMS), "dropdown"),
     }
@@ -62,12 +60,11 @@ def draw_zero(ranks, stage, seq_length, flash_attention, recompute, micro_batch_
               measured=None):
     """What a rank holds and how a step passes, by stage: ``(Svg, numbers)`` of the chosen one."""
     shape, hardware = replace(MODELS[model], seq_length=seq_length), Hardware.preset(f"{ranks}xA100-80GB")
+    choices = {"recompute": RECOMPUTE[recompute], "bucket_bytes": 5 * 10**8}
     rows = [step_memory(shape, micro_batch_size=micro_batch_size, dp_size=ranks, zero_stage=its, optimizer=recipe,
-                        recompute=RECOMPUTE[recompute], flash_attention=flash_attention, bucket_bytes=_BUCKET_BYTES)
-            for its in _STAGES]  # fmt: skip
+                        flash_attention=flash_attention, **choices) for its in _STAGES]  # fmt: skip
     steps = [zero_step(shape, hardware, num_ranks=ranks, zero_stage=its, batch_size=micro_batch_size, recipe=recipe,
-                       recompute=RECOMPUTE[recompute], bucket_bytes=_BUCKET_BYTES, algorithm=_ALGORITHMS[collectives])
-             for its in _STAGES]  # fmt: skip
+                       algorithm=_ALGORITHMS[collectives], **choices) for its in _STAGES]  # fmt: skip
     sent = [zero_wire_bytes(transformer_params(shape), num_ranks=ranks, zero_stage=its, recipe=recipe)
             for its in _STAGES]
     step, row = steps[stage], rows[stage]
@@ -90,7 +87,7 @@ def draw_zero(ranks, stage, seq_length, flash_attention, recompute, micro_batch_
 def _memory_picture(rows, stage, top_gb):
     parts = {name: [row[name] / 1e9 for row in rows] for name in (*_STATES, "activations")}
     parts["communication"] = [(row["gathered"] + row["buckets"]) / 1e9 for row in rows]
-    texts = [f"{_gb(sum(row[name] for name in _STATES))} + {_gb(sum(row[name] for name in row if name not in _STATES))}"
+    texts = [f"{gb(sum(row[name] for name in _STATES))} + {gb(sum(row[name] for name in row if name not in _STATES))}"
              " GB" for row in rows]  # fmt: skip
     return stacked(_NAMES, parts, texts=texts, x="memory of a rank [GB]", top=top_gb, words=_WORDS, room=15,
                    marked=stage, limits=limits_gb(), said="devices:", title="Memory of a rank by stage",
@@ -105,10 +102,6 @@ def _time_picture(steps, sent, stage, top_s):
     return stacked(_NAMES, parts, texts=texts, x="time [s]", top=top_s, marked=stage, room=15,
                    title="Step time by stage", words={"communication": "exposed communication"},
                    text=f"Step time and bytes sent, by stage: {'; '.join(texts)}")  # fmt: skip
-
-
-def _gb(num_bytes):
-    return f"{num_bytes / 1e9:.1f}" if num_bytes >= 1e10 else f"{num_bytes / 1e9:.2g}"
 
 
 def measure():

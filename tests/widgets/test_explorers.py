@@ -120,7 +120,7 @@ def test_no_widget_library_is_needed_to_drive_it():
     (MAKERS[0], "swap", [{"value": bool(i % 2)} for i in range(1, 31)]),
     (MAKERS[1], "step", [{"index": i % 7} for i in range(1, 31)]),
     (MAKERS[2], "ranks", [{"index": i % 20} for i in range(1, 31)]),
-    (dtlab.explore.memory, "seq_length", [{"index": (i + 1) % 6} for i in range(1, 31)]),
+    (dtlab.explore.memory, "seq_length", [{"index": (i + 1) % 5} for i in range(1, 31)]),
     (dtlab.explore.zero, "ranks", [{"index": i % 11} for i in range(1, 31)]),
 ])
 def test_30_messages_of_a_slider_leave_one_picture_and_the_last_value_wins(live, capsys, make, name, messages):
