@@ -1,5 +1,6 @@
 """A step of ZeRO: against sums by hand, data parallel's step, and the replay of the real modules."""
 import dataclasses
+import doctest
 
 import pytest
 import torch
@@ -7,7 +8,7 @@ import torch
 import dtlab
 from dtlab.errors import ConfigError
 from dtlab.models import GPT, GPTConfig, cross_entropy
-from dtlab.simulate import Hardware, replay
+from dtlab.simulate import Hardware, replay, zero
 from dtlab.simulate.data_parallel import data_parallel_step
 from dtlab.simulate.zero import _Rank, zero_step, zero_wire_bytes
 from dtlab.theory import GPT_7_5B, Link, ModelShape, base_op, batch_flops, transformer_params, zero_wire_elements
@@ -137,6 +138,11 @@ def test_tokens_are_those_of_all_ranks():
 def test_what_is_not_there_is_refused(choices, words):
     with pytest.raises(ConfigError, match=words):
         step(**{"stage": 3, **{{"zero_stage": "stage"}.get(name, name): value for name, value in choices.items()}})
+
+
+def test_the_examples_hold():
+    result = doctest.testmod(zero)
+    assert result.attempted >= 5 and result.failed == 0
 
 
 def train(stage):
