@@ -68,7 +68,8 @@ class FullyShardedModule(nn.Module):
             part of it; a meta parameter without values. Later: a parameter used outside of its unit's forward, added,
             frozen, moved or converted after wrapping, or changed between forward and backward.
 
-    All ranks call the same units in the same order. A parameter without gradient counts as zero, if its unit has any.
+    All ranks call the same units in the same order. A parameter without gradient counts as zero, if another
+    one in its shard has one.
 
     Not here: a loss made of what a unit computes with its parameters and does not return (backward would not know that
     they are needed), outputs in classes that torch's pytree does not know, ``create_graph=True``, options of the
@@ -248,13 +249,13 @@ class FullyShardedModule(nn.Module):
             self._release(unit)
         self._take_reduced()
 
-    @torch.no_grad()
     def _forget_failed_pass(self):
-        """Drop what a backward pass left that did not come to its end."""
+        """Drop what a backward pass that did not come to its end has on its way; ``zero_grad`` drops the rest."""
         if self._end_of_pass is None:
             return
         with contextlib.suppress(RuntimeError):  # the group may be gone
-            self._take_reduced()
+            for _, work, *_ in self._reducing:
+                work.wait()
         self._reducing, self._end_of_pass = [], None
         for unit in self._units:
             unit.open = 0

@@ -30,10 +30,10 @@ class Placeholder(torch.Tensor):
         """Any operator: say who was used."""
         used = next(t for t in tree_leaves((args, kwargs)) if isinstance(t, Placeholder))
         raise ConfigError(
-            f"{used.called} {list(used.shape)} is sharded here: 0 of its {used.numel()} elements are at hand outside of "
-            f"the forward of {used.unit}, and {func} needs them. Gather it around this use, on every rank: with "
-            "model.gathered(part): ..., where model is the FullyShardedModule and part the module that has the "
-            "parameter. A weight that several units use can be registered in each instead (tied): then it is the "
+            f"{used.called} {list(used.shape)} is sharded here: 0 of its {used.numel()} elements are at hand, as this is "
+            f"not in the forward of its unit, {used.unit}; {func} needs them. Gather it around this use, on every "
+            "rank: with model.gathered(part): ..., where model is the FullyShardedModule and part the module that has "
+            "the parameter. A weight that several units use can be registered in each instead (tied): then it is the "
             "root's, and whole throughout")
 
 
@@ -140,7 +140,7 @@ class Unit:
                 del module._parameters[attribute]
                 self.places.append((module, attribute))
                 self.leaves.append(leaf)
-                self.resting.append(Placeholder(leaf, full_name, f"{self.name or 'the whole model'} (its unit)"))
+                self.resting.append(Placeholder(leaf, full_name, self.name or "the root"))
         self.show(self.resting)
 
     def show(self, tensors):

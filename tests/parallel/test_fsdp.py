@@ -1,0 +1,656 @@
+"""The fully sharded module against one process, in float64; by bytes; used in odd ways; and broken on purpose."""
+import contextlib
+import functools
+from collections import Counter
+
+import pytest
+import torch
+import torch.distributed as dist
+import torch.nn.functional as F
+from torch import nn
+from torch.utils.checkpoint import checkpoint
+
+import dtlab
+from dtlab import theory
+from dtlab.data import shard_batch
+from dtlab.errors import RankError
+from dtlab.models import GPT, GPTConfig, cross_entropy
+from dtlab.models.init import full_parameter
+from dtlab.parallel import FullyShardedModule, fsdp_units, global_mean, recompute
+from dtlab.parallel.checkpoint import load_checkpoint, save_checkpoint
+from dtlab.simulate import Hardware, replay
+
+CONFIG = GPTConfig(vocab_size=31, seq_length=6, hidden_size=12, num_layers=3, num_heads=3)  # tied embeddings
+NUM_STEPS, MAX_NORM = 20, 1.0
+SECOND_RUN = functools.partial(checkpoint, use_reentrant=False)
+NESTED_BACKWARD = functools.partial(checkpoint, use_reentrant=True)
+close = functools.partial(torch.testing.assert_close, rtol=1e-10, atol=1e-12)
+
+
+def pool(num_ranks):
+    """Live ranks, guarded: a false alarm fails the test."""
+    live = dtlab.current_ranks()
+    return live if live is not None and live.size == num_ranks else dtlab.launch(num_ranks)
+
+
+@pytest.fixture(scope="module", autouse=True)
+def _one_thread_each():
+    """Tensors are tiny: a second thread only waits, where ranks and tests share two cores."""
+    num_threads = torch.get_num_threads()
+    torch.set_num_threads(1)
+    yield
+    torch.set_num_threads(num_threads)
+    if dtlab.current_ranks():
+        dtlab.current_ranks().shutdown()
+
+
+# the whole model
+
+
+class Model(GPT):
+    """The lessons' GPT; layers are called through ``call``."""
+
+    def __init__(self, seed, call=None, frozen=()):
+        super().__init__(CONFIG, seed=seed, dtype=torch.float64)
+        self.call = call or (lambda layer, x: layer(x))
+        for name, parameter in self.named_parameters():
+            parameter.requires_grad_(not any(part in name for part in frozen))
+
+    def forward(self, tokens):
+        """[B, S] -> [B, S, V]."""
+        x = self.embed(tokens)
+        for layer in self.layers:
+            x = self.call(layer, x)
+        return self.head(x)
+
+
+def global_batch(step):
+    """Seven rows (over 4 ranks: 2, 2, 2, 1) in which different numbers of tokens count."""
+    generator = torch.Generator().manual_seed(step)
+    tokens = torch.randint(0, CONFIG.vocab_size, (7, CONFIG.seq_length + 1), generator=generator)
+    targets = tokens[:, 1:].masked_fill(torch.rand(7, CONFIG.seq_length, generator=generator) < 0.4, -100)
+    return tokens[:, :-1], targets
+
+
+def sgd(parameters):
+    """Not Adam: the gradient of a key's bias is zero but for rounding, and Adam divides it by its own size."""
+    return torch.optim.SGD([p for p in parameters if p.requires_grad], lr=0.3, momentum=0.9)
+
+
+@functools.cache
+def serial(frozen):
+    """One process on the joined batch, clipped: losses, norms, the first step's gradients, parameters."""
+    model = Model(seed=0, frozen=frozen)
+    optimizer, losses, norms, grads = sgd(model.parameters()), [], [], {}
+    for step in range(NUM_STEPS):
+        optimizer.zero_grad()
+        inputs, targets = global_batch(step)
+        loss = cross_entropy(model(inputs), targets, reduction="mean")
+        loss.backward()
+        grads = grads or {name: p.grad.clone() for name, p in model.named_parameters() if p.requires_grad}
+        norms.append(nn.utils.clip_grad_norm_(model.parameters(), MAX_NORM).item())
+        optimizer.step()
+        losses.append(loss.item())
+    assert min(norms) < MAX_NORM < max(norms)  # clipped in some steps and not in others
+    return losses, norms, grads, dict(model.state_dict())
+
+
+def whole_gradients(model):
+    """On a rank: name -> the whole gradient of what is trained, put together from all ranks' shards."""
+    whole = {}
+    for unit in model._units:
+        for flat in unit.flats.values():
+            if flat.shard.grad is not None:
+                parts = [torch.empty_like(flat.shard.grad) for _ in range(dist.get_world_size())]
+                dist.all_gather(parts, flat.shard.grad)
+                whole.update(zip(flat.layout.names, flat.layout.views(torch.cat(parts))))
+    return whole
+
+
+def backward(model, batch, num_micro_batches, is_accumulating):
+    """On a rank: gradients of this rank's rows in micro-batches; the loss of the whole batch."""
+    inputs, targets = batch
+    num_tokens, total = (targets >= 0).sum(), torch.zeros((), dtype=torch.float64)
+    parts = list(zip(inputs.tensor_split(num_micro_batches), targets.tensor_split(num_micro_batches)))
+    for i, (inputs, targets) in enumerate(parts):
+        is_last = i == len(parts) - 1
+        with model.no_sync() if is_accumulating and not is_last else contextlib.nullcontext():
+            loss = global_mean(cross_entropy(model(inputs), targets, reduction="sum"), num_tokens)
+            loss.backward()
+        total += loss.detach() / dist.get_world_size()
+    dist.all_reduce(total)
+    return total.item()
+
+
+def train(options, num_micro_batches=1, is_accumulating=True, call=None, frozen=()):
+    """On a rank: what ``serial`` returns; the model starts from a seed of this rank's own."""
+    torch.set_num_threads(1)
+    rank, world_size = dist.get_rank(), dist.get_world_size()
+    model = FullyShardedModule(Model(rank, call, frozen), **options)
+    optimizer, losses, norms, grads = sgd(model.parameters()), [], [], {}
+    for step in range(NUM_STEPS):
+        optimizer.zero_grad()
+        batch = shard_batch(global_batch(step), rank, world_size)
+        losses.append(backward(model, batch, num_micro_batches, is_accumulating))
+        grads = grads or {name: grad.clone() for name, grad in whole_gradients(model).items()}
+        norms.append(model.clip_grad_norm_(MAX_NORM).item())
+        optimizer.step()
+    return losses, norms, grads, model.full_state_dict()
+
+
+FROZEN = ("position_embedding", "layers.0", "layers.1.mlp")  # part of the root, a whole unit, part of a unit
+OPTIONS = {
+    "plain": dict(options={}),
+    "no prefetch, micro-batches": dict(options={"prefetch": False}, num_micro_batches=3),
+    "kept, micro-batches that are sent": dict(
+        options={"reshard_after_forward": False}, num_micro_batches=2, is_accumulating=False
+    ),
+    "frozen": dict(options={}, frozen=FROZEN, num_micro_batches=2),
+    "recompute": dict(options={}, call=recompute),
+    "recompute, frozen, kept": dict(options={"reshard_after_forward": False}, call=recompute, frozen=FROZEN),
+}
+MORE_OPTIONS = {
+    "torch's checkpoint": dict(options={"prefetch": False}, call=SECOND_RUN),
+    "torch's other checkpoint": dict(options={}, call=NESTED_BACKWARD),
+    "nested units": dict(options={"units": nn.Module}),
+    "one unit": dict(options={"units": []}),
+}
+
+
+@pytest.mark.ranks
+@pytest.mark.parametrize("num_ranks, cases", [
+    (1, ["plain", "recompute, frozen, kept"]), (2, OPTIONS), (3, {**OPTIONS, **MORE_OPTIONS}),
+    (4, ["plain", "no prefetch, micro-batches", "recompute, frozen, kept"]),
+])  # fmt: skip
+def test_training_equals_one_process(num_ranks, cases):
+    for case in cases:
+        arguments = {**OPTIONS, **MORE_OPTIONS}[case]
+        reference = serial(arguments.get("frozen", ()))
+        for trained in pool(num_ranks).run(train, **arguments):
+            for what, mine, wanted in zip(("losses", "norms", "gradients", "parameters"), trained, reference):
+                close(mine, wanted, msg=f"{case}, {what}: ".__add__)
+
+
+# broken on purpose
+
+
+def never_gathered_again(arguments):
+    """On a rank: backward gets memory for a unit's parameters, but nobody fills it."""
+    start = fsdp_units.Flat.start
+
+    def allocate(flat):
+        if torch._C._current_graph_task_id() == -1:
+            return start(flat)
+        flat.whole.untyped_storage().resize_(flat.nbytes)
+        flat.whole.zero_()
+        return dist.barrier(async_op=True)
+
+    fsdp_units.Flat.start = allocate
+    try:
+        return train(**arguments)
+    finally:
+        fsdp_units.Flat.start = start
+
+
+def averaged_twice(arguments):
+    """On a rank: the mean is divided by the number of ranks once more."""
+    reduce = fsdp_units.Flat.reduce
+    fsdp_units.Flat.reduce = lambda flat, gradient: reduce(flat, gradient / dist.get_world_size())
+    try:
+        return train(**arguments)
+    finally:
+        fsdp_units.Flat.reduce = reduce
+
+
+@pytest.mark.ranks
+def test_broken_parameters_that_are_not_gathered_again_give_other_gradients():
+    losses, _, grads, _ = pool(2).run(never_gathered_again, OPTIONS["plain"])[0]
+    assert losses[0] == pytest.approx(serial(())[0][0])  # forward is right
+    with pytest.raises(AssertionError):
+        close(grads, serial(())[2])
+
+
+@pytest.mark.ranks
+def test_broken_a_mean_of_a_mean_is_too_small_by_the_number_of_ranks():
+    trained = pool(3).run(averaged_twice, OPTIONS["plain"])[0]
+    assert trained[1][0] == pytest.approx(serial(())[1][0] / 3)
+
+
+# bytes
+
+
+def recorded_step(num_micro_batches=1, is_accumulating=True, num_layers=3, **options):
+    """On a rank: a model that nobody holds whole, then one step with Adam."""
+    model = GPT(config_of(num_layers), dtype=torch.float64, device="meta")
+    init = lambda name, shape: full_parameter(name, shape, seed=0)
+    model = FullyShardedModule(model, device="cpu", init=init, **options)
+    optimizer = torch.optim.Adam(model.parameters())
+    tokens, _ = global_batch(0)
+    with dtlab.phase("step", step=0):
+        for i in range(num_micro_batches):
+            is_last = i == num_micro_batches - 1
+            with model.no_sync() if is_accumulating and not is_last else contextlib.nullcontext():
+                model(tokens).logsumexp(-1).mean().backward()
+        optimizer.step()
+    return model, optimizer
+
+
+def config_of(num_layers):
+    """CONFIG with another number of layers."""
+    return GPTConfig(vocab_size=31, seq_length=6, hidden_size=12, num_layers=num_layers, num_heads=3)
+
+
+def recorded(*args, **kwargs):
+    """On a rank: ``recorded_step``; nothing of it travels."""
+    recorded_step(*args, **kwargs)
+
+
+LAYER, ROOT = 12 * 12**2 + 13 * 12, (31 + 6 + 2) * 12  # parameters of a unit and of the root's
+
+
+def padded(num_ranks, num_layers=3):
+    """Elements of all units, each a multiple of the number of ranks."""
+    return sum(n + theory.padding_elements(n, num_ranks) for n in [ROOT, *[LAYER] * num_layers])
+
+
+def issues(recording, rank=0):
+    return [e for e in recording.events[rank] if e.kind == "issue" and e.phase.get("step") == 0]
+
+
+@pytest.mark.ranks
+@pytest.mark.parametrize("num_ranks", [1, 2, 3, 4])
+@pytest.mark.parametrize("options, gathers", [({}, 2), ({"prefetch": False}, 2), ({"reshard_after_forward": False}, 1)])
+def test_a_step_sends_the_parameters_three_times(num_ranks, options, gathers):
+    recording = pool(num_ranks).record(recorded, **options)
+    for rank in range(num_ranks):
+        events = issues(recording, rank)
+        ops = Counter("gather" if "gather" in e.op else e.op.partition("_tensor")[0] for e in events)
+        assert ops == {"gather": 4 * gathers, "reduce_scatter": 4}
+        sent = theory.zero_wire_elements(padded(num_ranks), dp_size=num_ranks, zero_stage=3) / 3 * (gathers + 1)
+        assert sum(e.wire_bytes for e in events) == pytest.approx(8 * sent, rel=1e-14)
+
+
+@pytest.mark.ranks
+@pytest.mark.parametrize("is_accumulating, reductions", [(True, 4), (False, 12)])
+def test_no_sync_sends_gradients_once(is_accumulating, reductions):
+    recording = pool(2).record(recorded, 3, is_accumulating)
+    assert sum("reduce_scatter" in e.op for e in issues(recording)) == reductions
+    whole, most = 8 * padded(2), recording.memory().peak_grads[0]
+    assert most >= whole if is_accumulating else most == whole / 2
+
+
+@pytest.mark.ranks
+@pytest.mark.parametrize("num_ranks", [1, 3, 4])
+def test_model_states_are_the_theorys_bytes(num_ranks):
+    padding = padded(num_ranks) - padded(1)
+    wanted = theory.zero_states(padded(1), dp_size=num_ranks, zero_stage=3, optimizer="adam_fp64", padding=padding,
+                                step_tensors=4)  # fmt: skip
+    table = pool(num_ranks).record(recorded).memory()
+    for name, size in wanted.items():
+        assert set(table[f"peak_{name}"]) == {size}
+
+
+def most_units_at_once(**options):
+    """On a rank: how many layers were whole at the same time, in forward and in backward; and afterwards."""
+    filled, most = set(), []
+    start, free = fsdp_units.Flat.start, fsdp_units.Flat.free
+
+    def counted_start(flat):
+        filled.add(flat.layout.names[0])
+        most.append(len(filled - {"token_embedding.weight"}))
+        return start(flat)
+
+    def counted_free(flat):
+        free(flat)
+        filled.discard(flat.layout.names[0])
+        assert flat.whole.untyped_storage().nbytes() == 0
+
+    fsdp_units.Flat.start, fsdp_units.Flat.free = counted_start, counted_free
+    try:
+        model, _ = recorded_step(num_layers=6, **options)
+    finally:
+        fsdp_units.Flat.start, fsdp_units.Flat.free = start, free
+    return max(most), len(filled), sum(flat.whole.untyped_storage().nbytes() for flat in model._flats().values())
+
+
+@pytest.mark.ranks
+@pytest.mark.parametrize("options, most", [({}, 2), ({"prefetch": False}, 1), ({"reshard_after_forward": False}, 6)])
+def test_units_are_whole_only_while_they_are_needed(options, most):
+    assert pool(2).run(most_units_at_once, **options) == [(most, 0, 0)] * 2
+
+
+@pytest.mark.ranks
+def test_prefetch_gathers_the_next_unit_while_one_computes():
+    for prefetch in (True, False):
+        recording = pool(2).record(recorded, prefetch=prefetch)
+        events = [e for e in recording.events[0] if e.phase.get("step") == 0]
+        waits = {(e.op, e.seq): i for i, e in enumerate(events) if e.kind == "wait"}
+        overlapped = [any(between.flops for between in events[i : waits[e.op, e.seq]])
+                      for i, e in enumerate(events) if e.kind == "issue" and "gather" in e.op]  # fmt: skip
+        # forward: root, layers 0, 1, 2; backward: root, layers 2, 1, 0. (Layer 0 after the embeddings: no FLOPs)
+        assert overlapped == [False, False, prefetch, prefetch, False, prefetch, prefetch, prefetch]
+
+
+def dry_step(prefetch, num_layers):
+    """On a played rank: a step of layers of the 7.5B model's size, gathered in 16 bits."""
+    config = GPTConfig(vocab_size=512, seq_length=2048, hidden_size=4096, num_layers=num_layers, num_heads=32)
+    model = GPT(config, device="meta")
+    model = FullyShardedModule(model, prefetch=prefetch, param_dtype=torch.bfloat16, device="cpu")
+    optimizer = torch.optim.AdamW(model.parameters())
+    tokens = torch.zeros(1, 2048, dtype=torch.long)
+    with dtlab.phase("step", step=0):
+        cross_entropy(model(tokens), tokens, reduction="mean").backward()
+        optimizer.step()
+
+
+@pytest.mark.ranks
+def test_a_step_of_real_size_is_recorded_dry_and_prefetch_hides_communication_there():
+    recordings = [dtlab.record_dry(dry_step, prefetch, 3, world_size=64, ranks=[0]) for prefetch in (False, True)]
+    num_params = 3 * (12 * 4096**2 + 13 * 4096) + (512 + 2048 + 2) * 4096
+    for recording in recordings:
+        assert sum(e.wire_bytes for e in issues(recording)) == pytest.approx(3 * 63 / 64 * 2 * num_params, rel=1e-14)
+        assert recording.memory().peak_params[0] == 4 * num_params / 64
+    hardware = Hardware.preset("64xA100-80GB")
+    exposed = [replay(recording, hardware).exposed_communication_s for recording in recordings]
+    assert exposed[1] < 0.75 * exposed[0]
+
+
+# units and parameters of every kind
+
+
+class Pair(nn.Module):
+    """Returns a tuple: a number of its own too, its input as it came, and 5 parameters for any number of ranks."""
+
+    def __init__(self):
+        super().__init__()
+        self.scale = nn.Parameter(torch.linspace(1, 2, 5, dtype=torch.float64))
+
+    def forward(self, x, *, shift=0.0):
+        return x * self.scale + shift, x, 3
+
+
+class Named(nn.Module):
+    """Returns a dict with a list; half of it is frozen, and the frozen half comes last in forward."""
+
+    def __init__(self):
+        super().__init__()
+        self.trained, self.frozen = (nn.Linear(5, 5, dtype=torch.float64) for _ in range(2))
+        self.frozen.requires_grad_(False)
+        self.register_buffer("offset", torch.randn(5, dtype=torch.float64))
+
+    def forward(self, x):
+        return {"y": [self.frozen(self.trained(x).tanh()) + self.offset], "not in the loss": self.trained(x)}
+
+
+class Table(nn.Module):
+    """Returns a piece of its 3 rows themselves, and has parameters that no loss ever meets, one of another dtype."""
+
+    def __init__(self):
+        super().__init__()
+        self.rows = nn.Parameter(torch.randn(3, 5, dtype=torch.float64))
+        self.spare, self.other = nn.Parameter(torch.ones(1, dtype=torch.float64)), nn.Parameter(torch.ones(1))
+
+    def forward(self, count):
+        return self.rows[:count]
+
+
+class Zoo(nn.Module):
+    """What a model may do with its units: twice, in other orders, not at all, in vain, failing, by LSTMs."""
+
+    def __init__(self, seed):
+        super().__init__()
+        torch.manual_seed(seed)
+        memory = nn.LSTM(5, 5, dtype=torch.float64)
+        in_vain = nn.Linear(5, 5, dtype=torch.float64)
+        tied, named = nn.Linear(5, 5, dtype=torch.float64), Named()
+        tied.weight = named.trained.weight  # in two units
+        self.parts = nn.ModuleDict({"pair": Pair(), "named": named, "table": Table(), "memory": memory, "tied": tied,
+                                    "in_vain": in_vain, "empty": nn.Tanh()})  # fmt: skip
+        self.last = nn.Linear(5, 1, dtype=torch.float64)
+        self.fails = False
+
+    def forward(self, x):
+        y, same, _ = self.parts["pair"](x, shift=x.mean())
+        y = self.parts["named"](y)["y"][0] + same
+        y, _, _ = self.parts["pair"](self.parts["empty"](y))
+        y = y + self.parts["table"](2)
+        if self.fails:
+            raise KeyError("as asked")
+        self.parts["in_vain"](y)
+        return {"loss": self.last(self.parts["memory"](self.parts["tied"](y))[0]).square().mean()}
+
+
+NO_GRADIENT = [f"parts.{part}.{name}" for part in ("named.frozen", "in_vain") for name in ("weight", "bias")]
+NO_GRADIENT.append("parts.table.other")
+
+
+def inputs_of(rank, step):
+    generator = torch.Generator().manual_seed(10 * step + rank)
+    return torch.randn(2, 5, dtype=torch.float64, generator=generator)
+
+
+def zoo_in_one_process(num_ranks, num_steps):
+    """Gradients of the mean over the ranks' losses, added up over the steps; of the first input, and the loss."""
+    model, xs = Zoo(seed=0), [inputs_of(rank, 0).requires_grad_() for rank in range(num_ranks)]
+    losses = [model(x)["loss"] for x in xs]
+    (sum(losses) / num_ranks).backward()
+    for step in range(1, num_steps):
+        (sum(model(inputs_of(rank, step))["loss"] for rank in range(num_ranks)) / num_ranks).backward()
+    return {name: p.grad for name, p in model.named_parameters()}, [num_ranks * x.grad for x in xs], losses
+
+
+def fail_in_backward(_module, _inputs, outputs):
+    """A hook on a unit: its first output's gradient fails."""
+    outputs[0].register_hook(lambda gradient: 1 / 0)
+
+
+def zoo(**options):
+    """On a rank: three backward passes amid everything that may go wrong or be left out."""
+    rank = dist.get_rank()
+    model, x = FullyShardedModule(Zoo(seed=rank), **options), inputs_of(rank, 0).requires_grad_()
+    model(inputs_of(rank, 9))  # backward never called
+    loss = model(x)["loss"]
+    second = model(inputs_of(rank, 1))["loss"]  # forward twice before backward
+    model.module.fails = True
+    with contextlib.suppress(KeyError):
+        model(x)
+    model.module.fails = False
+    with torch.no_grad():
+        model.eval()
+        assert torch.equal(model(x)["loss"], loss) and not any(u.is_filled for u in model._units if u.flats)
+        model.train()
+    with model.module.parts["pair"].register_forward_hook(fail_in_backward), contextlib.suppress(ZeroDivisionError):
+        model(inputs_of(rank, 7))["loss"].backward()  # after some units were sent
+    model.zero_grad()
+    loss.backward()
+    second.backward()
+    model(inputs_of(rank, 2))["loss"].backward()
+    return {name: g.clone() for name, g in whole_gradients(model).items()}, x.grad, loss.item()
+
+
+@pytest.mark.ranks
+@pytest.mark.parametrize("options", [{}, {"prefetch": False}, {"reshard_after_forward": False}])
+@pytest.mark.parametrize("num_ranks", [2, 4])
+def test_units_may_be_used_in_any_way(num_ranks, options):
+    grads, inputs, losses = zoo_in_one_process(num_ranks, 3)
+    for rank, (mine, of_input, loss) in enumerate(pool(num_ranks).run(zoo, **options)):
+        close(of_input, inputs[rank])
+        close(loss, losses[rank].item())
+        assert {name for name, grad in grads.items() if grad is None} == {*NO_GRADIENT, "parts.table.spare"}
+        assert mine.pop("parts.table.spare").tolist() == [0]  # zero, as the others in its shard have a gradient
+        close(mine, {name: grad for name, grad in grads.items() if grad is not None})
+
+
+# sharded parameters say so
+
+
+class Untied(nn.Module):
+    """An embedding that is a unit, and whose weight the root uses outside of its forward."""
+
+    def __init__(self, how):
+        super().__init__()
+        torch.manual_seed(3)
+        self.embedding, self.how = nn.Embedding(7, 4, dtype=torch.float64), how
+
+    def forward(self, tokens):
+        x = self.embedding(tokens)
+        with self.how(self.embedding) if self.how else contextlib.nullcontext():
+            return F.linear(x, self.embedding.weight).logsumexp(-1).mean()
+
+
+def head_uses_the_embedding(gathers):
+    """On a rank: the loss, and the whole gradient of the embedding's weight."""
+    plain = Untied(None)
+    model = FullyShardedModule(plain, units=[plain.embedding])
+    plain.how = model.gathered if gathers else None
+    tokens = torch.arange(3) + dist.get_rank()
+    loss = model(tokens)
+    loss.backward()
+    with torch.no_grad(), model.gathered(), model.gathered(plain.embedding):
+        assert plain.embedding.weight.shape == (7, 4) and plain.embedding.weight.abs().sum() > 0
+    assert repr(plain.embedding.weight) == "<embedding.weight, sharded>"
+    return loss.item(), whole_gradients(model)["embedding.weight"]
+
+
+@pytest.mark.ranks
+def test_a_parameter_used_outside_its_unit_is_named_with_the_cure():
+    with pytest.raises(RankError, match=r"embedding.weight \[7, 4\] is sharded here: 0 of its 28 elements") as error:
+        pool(3).run(head_uses_the_embedding, False)
+    assert "with model.gathered(part)" in str(error.value) and "F.linear" in str(error.value)
+
+
+@pytest.mark.ranks
+def test_gathered_parameters_are_right_in_the_loss_too():
+    plain, losses = Untied(None), []
+    for rank in range(3):
+        losses.append(plain(torch.arange(3) + rank))
+    (sum(losses) / 3).backward()
+    for rank, (loss, grad) in enumerate(pool(3).run(head_uses_the_embedding, True)):
+        close(loss, losses[rank].item())
+        close(grad, plain.embedding.weight.grad)
+
+
+# dtypes and norms
+
+
+def in_16_bits(x):
+    """On a rank: a step in bfloat16, gradients summed in float32; and the same by hand."""
+    plain = [nn.Linear(3, 3), nn.Linear(3, 1)]
+    model = nn.Sequential(*plain)
+    model = FullyShardedModule(model, units=plain, param_dtype=torch.bfloat16, reduce_dtype=torch.float32)
+    before = model.full_state_dict()
+    y = model(x[dist.get_rank()])
+    y.float().sum().backward()
+    return y, before, whole_gradients(model), {p.dtype for p in model.parameters()}
+
+
+@pytest.mark.ranks
+def test_parameters_are_computed_in_16_bits_and_gradients_summed_in_32():
+    x, by_hand = torch.randn(2, 4, 3), []
+    (y0, state, grads, kinds), (y1, *_) = pool(2).run(in_16_bits, x)
+    for rows, y in zip(x, (y0, y1)):
+        model = nn.Sequential(nn.Linear(3, 3), nn.Linear(3, 1))
+        model.load_state_dict(state)
+        out = model.bfloat16()(rows.bfloat16())
+        assert y.dtype == torch.bfloat16 and torch.equal(y, out)
+        out.float().sum().backward()
+        by_hand.append({name: p.grad.float() for name, p in model.named_parameters()})
+    assert kinds == {torch.float32} == {grad.dtype for grad in grads.values()}
+    assert all(torch.equal(grad, by_hand[0][name] / 2 + by_hand[1][name] / 2) for name, grad in grads.items())
+
+
+def norms_of(bad):
+    """On a rank: the maximum norm; then with ``bad`` in one rank's loss, by both norms."""
+    model = FullyShardedModule(nn.Linear(3, 1, dtype=torch.float64))
+    model(torch.full((1, 3), float(dist.get_rank() + 1), dtype=torch.float64)).sum().backward()
+    largest = model.clip_grad_norm_(1.0, float("inf")).item()
+    model.zero_grad()
+    (model(torch.ones(1, 3, dtype=torch.float64)).sum() * (bad if dist.get_rank() == 1 else 1)).backward()
+    return [largest, *(model.clip_grad_norm_(1.0, p).item() for p in (2.0, float("inf")))]
+
+
+@pytest.mark.ranks
+def test_every_rank_gets_the_same_norm_nan_too():
+    results = pool(3).run(norms_of, float("nan"))
+    assert [r[0] for r in results] == [2.0] * 3  # the mean of 1, 2, 3
+    assert all(n != n for r in results for n in r[1:])
+
+
+# checkpoints
+
+
+def trained_part(first, last, path, saves):
+    """On a rank: steps ``first`` to ``last`` with Adam, between loading and saving."""
+    model = FullyShardedModule(Model(dist.get_rank()))
+    optimizer = torch.optim.Adam(model.parameters(), lr=1e-3, eps=1e-4)
+    if first:
+        load_checkpoint(path, model.sharded_state(optimizer))
+    for step in range(first, last):
+        optimizer.zero_grad()
+        backward(model, shard_batch(global_batch(step), dist.get_rank(), dist.get_world_size()), 1, True)
+        optimizer.step()
+    if saves:
+        save_checkpoint(path, model.sharded_state(optimizer))
+    return model.full_state_dict()
+
+
+@pytest.mark.ranks
+def test_a_checkpoint_goes_on_with_another_number_of_ranks(tmp_path):
+    straight = pool(3).run(trained_part, 0, 4, tmp_path, False)[0]
+    pool(3).run(trained_part, 0, 2, tmp_path, True)
+    for state in pool(2).run(trained_part, 2, 4, tmp_path, False):
+        close(state, straight)
+
+
+# refusals
+
+
+def refused(how):
+    """On a rank: what is asked for, which must not work."""
+    linear = lambda: nn.Linear(2, 2)
+    if how == "no module":
+        FullyShardedModule([linear()])
+    elif how == "no parameters":
+        FullyShardedModule(nn.Tanh())
+    elif how == "twice":
+        FullyShardedModule(nn.Sequential(FullyShardedModule(linear())))
+    elif how == "a stranger":
+        FullyShardedModule(linear(), units=[linear()])
+    elif how == "meta":
+        FullyShardedModule(nn.Linear(2, 2, device="meta"))
+    elif how == "different":
+        FullyShardedModule(nn.Linear(2, 2 + dist.get_rank()))
+    elif how == "clip":
+        FullyShardedModule(linear()).clip_grad_norm_(1.0)
+    elif how == "gathered":
+        with FullyShardedModule(linear()).gathered(linear()):
+            pass
+    model = FullyShardedModule(nn.Sequential(linear(), linear()))
+    if how == "frozen later":
+        model.requires_grad_(False)
+    elif how == "converted later":
+        model.double()
+    elif how == "added later":
+        model.module.append(linear())
+    elif how == "an optimizer from before":
+        model.sharded_state(torch.optim.SGD(linear().parameters()))
+    loss = model(torch.ones(1, 2)).sum()
+    if how == "a step before backward":
+        with torch.no_grad():
+            next(model.parameters()).mul_(2)
+    loss.backward()
+
+
+@pytest.mark.ranks
+@pytest.mark.parametrize("how, text", [
+    ("no module", "give a torch.nn.Module"), ("no parameters", "there is nothing to shard"),
+    ("twice", "is or contains a FullyShardedModule"), ("a stranger", "Linear is no submodule"),
+    ("meta", "on the meta device and has no values"), ("different", "another model or option"),
+    ("clip", "there is no gradient to clip"), ("gathered", "not all of these are parts"),
+    ("frozen later", "requires_grad=False; then"), ("converted later", "torch.float64 on cpu"),
+    ("added later", "module.2.weight was added"), ("an optimizer from before", "2 of the optimizer's 2 parameters"),
+    ("a step before backward", "changed between forward and backward"),
+])  # fmt: skip
+def test_what_cannot_work_is_refused_with_its_cure(how, text):
+    with pytest.raises(RankError, match=text):
+        pool(2).run(refused, how)
