@@ -167,7 +167,7 @@ class FlatShards:
         self.group, (self.rank, self.dp_size) = group, place_in(group)
         self.shapes, self.dtype, self.device = [t.shape for t in tensors], tensors[0].dtype, tensors[0].device
         self.numel = sum(shape.numel() for shape in self.shapes)
-        self.shard_numel = -(-self.numel // self.dp_size)
+        self.shard_numel = max(1, -(-self.numel // self.dp_size))  # 1 where all are empty: no collective takes nothing
         self.padded = self.shard_numel * self.dp_size
 
     def flatten(self, tensors) -> torch.Tensor:

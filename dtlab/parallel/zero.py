@@ -74,7 +74,7 @@ class ZeroOptimizer:
             that needs whole matrices, norms or a closure (Muon, Adafactor, LBFGS); in backward: a sparse gradient, two
             of one parameter, or stage 1 reduced a second time.
 
-    Not here: loss scaling (use bfloat16), LBFGS and others that need more than one element.
+    Not here: loss scaling for float16 (use bfloat16).
 
     Source: Rajbhandari et al. 2020, arXiv:1910.02054, sections 5 (stages) and 7 (communication).
     """
@@ -156,7 +156,7 @@ class ZeroOptimizer:
         bucket.take(position)
         if is_reduced:
             bucket.ready.add(position)
-            while self._num_started < len(self.buckets) and self._next_is_full():
+            while self._num_started < len(self.buckets) and self.buckets[self._num_started].is_full():
                 self._start_next()
 
     def _begin(self):
@@ -167,10 +167,6 @@ class ZeroOptimizer:
         finish = functools.partial(ZeroOptimizer._finish, self)
         self._end_of_pass = weakref.ref(finish)
         torch.autograd.Variable._execution_engine.queue_callback(finish)
-
-    def _next_is_full(self):
-        bucket = self.buckets[self._num_started]
-        return len(bucket.ready) == len(bucket.parameters)
 
     def _start_next(self):
         if self.zero_stage == 2:
@@ -243,7 +239,7 @@ class ZeroOptimizer:
         broadcast_tensors(self.module.buffers(), group=self.group)
 
     def zero_grad(self) -> None:
-        """Forget the gradients; stage 2 frees their memory."""
+        """Forget the gradients; stage 2 frees their memory. (``module.zero_grad()`` does not reach its shards.)"""
         for _, work, _ in self._in_flight:  # of a pass that failed: it still writes
             work.wait()
         self._in_flight, self._pass_ended = [], True

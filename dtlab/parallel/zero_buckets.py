@@ -44,6 +44,10 @@ class Bucket:
         """Whether the parameter's values stand in the flat tensor: not after ``.to()`` or another wrapper."""
         return parameter.untyped_storage()._cdata == self.flat.untyped_storage()._cdata
 
+    def is_full(self) -> bool:
+        """Whether every gradient is there."""
+        return len(self.ready) == len(self.parameters)
+
     def take(self, position):
         """Move one gradient into the flat tensor: the one that autograd made is freed."""
         if self.grads is None:
