@@ -19,7 +19,7 @@ from dtlab.simulate import Recording
 WORLD_SIZE, BATCH_SIZE = 4, 8
 config = GPTConfig(vocab_size=32, seq_length=32, hidden_size=32, num_layers=3, num_heads=4)
 data = SyntheticLanguage(vocab_size=32).sample(65536, seed=0)
-adamw = lambda parameters: torch.optim.AdamW(parameters, lr=1e-2)
+adamw = lambda parameters: torch.optim.AdamW(parameters, lr=1e-2, eps=1e-6)
 my_rows = lambda batch: shard_batch(batch, rank, world_size)
 
 
