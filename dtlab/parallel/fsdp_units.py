@@ -30,8 +30,8 @@ class Placeholder(torch.Tensor):
         """Any operator: say who was used."""
         used = next(t for t in tree_leaves((args, kwargs)) if isinstance(t, Placeholder))
         raise ConfigError(
-            f"{used.called} {list(used.shape)} is sharded here: 0 of its {used.numel()} elements are at hand, as this is "
-            f"not in the forward of its unit, {used.unit}; {func} needs them. Gather it around this use, on every "
+            f"{used.called} {list(used.shape)} is sharded here: 0 of its {used.numel()} elements are at hand, because "
+            f"its unit, {used.unit}, is not in its forward; {func} needs them. Gather it around this use, on every "
             "rank: with model.gathered(part): ..., where model is the FullyShardedModule and part the module that has "
             "the parameter. A weight that several units use can be registered in each instead (tied): then it is the "
             "root's, and whole throughout")
