@@ -13,7 +13,7 @@ from dtlab.checks import compare
 from dtlab.checks.evidence import SHOWN_CHARS, Answer, Evidence, functions_of, gather
 from dtlab.errors import ConfigError
 
-LABS = {"lab01": "dtlab.checks.lab01", "lab02": "dtlab.checks.lab02"}  # lab -> module with its EXERCISES
+LABS = {lab: f"dtlab.checks.{lab}" for lab in ("lab01", "lab02", "lab03")}  # lab -> module with its EXERCISES
 
 
 @dataclass(frozen=True)
@@ -29,6 +29,19 @@ class Mistake:
     name: str
     says: str
     seen: Callable
+
+
+def when(test):
+    """A ``seen`` that looks at results: ``test(evidence, expected)`` where every rank returned something."""
+    return lambda evidence, expected: evidence.results is not None and test(evidence, expected)
+
+
+def failed(*kinds, says=""):
+    """A ``seen`` for programs that did not come to their end."""
+    def seen(evidence, _expected):
+        found = re.search(says, evidence.text) if evidence.failed in kinds else None
+        return found and (found.group(0) or True)
+    return seen
 
 
 @dataclass(frozen=True)

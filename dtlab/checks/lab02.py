@@ -2,7 +2,7 @@
 from dtlab.checks import lab02_pictures as pictures
 from dtlab.checks.compare import difference, ratio
 from dtlab.checks.evidence import Case
-from dtlab.checks.exercise import Exercise, Mistake
+from dtlab.checks.exercise import Exercise, Mistake, failed, when
 from dtlab.checks.lab02_buckets import (
     BRANCH,
     bucket_cases,
@@ -21,7 +21,7 @@ from dtlab.checks.lab02_buckets import (
     waits_late,
 )
 from dtlab.checks.lab02_programs import CLOCKS, PROGRAMS, Net, flat, moved, times, trained
-from dtlab.checks.lab02_start import BORROWED, START, failed, when
+from dtlab.checks.lab02_start import BORROWED, START
 from dtlab.checks.lab02_tokens import WEIGH
 
 # known mistakes

@@ -6,9 +6,9 @@ from torch import nn
 from dtlab.checks import lab02_pictures as pictures
 from dtlab.checks.compare import difference, ratio
 from dtlab.checks.evidence import Case
-from dtlab.checks.exercise import Exercise, Mistake
+from dtlab.checks.exercise import Exercise, Mistake, failed, when
 from dtlab.checks.lab02_programs import Net, by_hand, draw_batch, flat, gradients, moved, times, token_loss, trained
-from dtlab.checks.lab02_start import BORROWED, failed, when
+from dtlab.checks.lab02_start import BORROWED
 
 
 class Slope(nn.Module):
