@@ -5,7 +5,8 @@ from collections.abc import Callable
 from dataclasses import dataclass
 
 ROWS = {}  # name -> Row, in the order of the table
-_PACKAGES = {"ipyparallel": "ipyparallel"}  # peer -> module; those that come with torch are always there
+# peer -> module; those that come with torch are always there
+_PACKAGES = {"ipyparallel": "ipyparallel", "DeepSpeed": "deepspeed"}
 
 
 @dataclass(frozen=True)

@@ -14,7 +14,7 @@ import time
 
 sys.path.insert(0, str(pathlib.Path(__file__).resolve().parents[1]))
 
-from benchmarks import collectives, data_parallel, ranks, registry, replay, steps, table  # noqa: E402
+from benchmarks import collectives, data_parallel, ranks, registry, replay, steps, table, zero  # noqa: E402
 from benchmarks.bench import NUM_RANKS, Bench  # noqa: E402
 from dtlab import machine  # noqa: E402
 
@@ -72,7 +72,7 @@ def main(argv=None):
     return 1 if bench.broken else 0
 
 
-assert collectives and data_parallel and ranks and replay and steps  # imported for their rows
+assert collectives and data_parallel and ranks and replay and steps and zero  # imported for their rows
 if __name__ == "__main__":
     try:
         sys.exit(main())
