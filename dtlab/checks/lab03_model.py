@@ -64,10 +64,10 @@ def cut_line(sizes, cuts):
     found = []
     for first, last in cuts:
         start, its = 0, []
-        for number, size in enumerate(sizes):
-            low, high = max(first - start, 0), min(last - start, size)
+        for number, elements in enumerate(sizes):
+            low, high = max(first - start, 0), min(last - start, elements)
             its += [(number, low, high)] * (low < high)
-            start += size
+            start += elements
         found.append(its)
     return found
 
