@@ -145,7 +145,7 @@ def with_replica(job: Job, wrap: Callable) -> Trained:
     """Train through a wrapper that averages gradients over the ranks during backward."""
     model = job.model()
     replica = wrap(model)
-    optimizer = job.optimizer(model)
+    optimizer = job.optimizer(replica)
 
     def step(inputs, targets):
         inputs, targets = shard_batch((inputs, targets), dist.get_rank(), dist.get_world_size())
@@ -173,6 +173,26 @@ def zero(job: Job, zero_stage: int = 1) -> Trained:
         return add_over_ranks(loss)
 
     return train(job, model, step)._replace(grads=lambda: joined(shards))
+
+
+def fully_sharded(job: Job) -> Trained:
+    """Ours: parameters are shared out too, and whole only while their unit computes."""
+    wrapped, names = [], [name for name, _ in job.model().named_parameters()]
+
+    def wrap(model):
+        wrapped.append(parallel.FullyShardedModule(model))
+        return wrapped[0]
+
+    def params():
+        whole = wrapped[0].full_state_dict()
+        return {name: whole[name] for name in names}
+
+    def grads():
+        for shard in wrapped[0].parameters():
+            shard.data = shard.grad  # Subtle: it gathers what stands in the shards, and the parameters are read by now
+        return params()
+
+    return with_replica(job, wrap)._replace(params=params, grads=grads)
 
 
 def joined(shards) -> dict:
@@ -207,6 +227,7 @@ TECHNIQUES = [
     Technique("torch DistributedDataParallel", torch_data_parallel),
     Technique("ZeRO stage 1", zero),
     Technique("ZeRO stage 2", functools.partial(zero, zero_stage=2)),
+    Technique("fully sharded (ZeRO stage 3)", fully_sharded),
 ]
 
 
@@ -221,8 +242,9 @@ class Row(NamedTuple):
 def run_and_compare(program: Callable, job: Job, reference: Trained) -> Row:
     """On a rank: train by ``program``, compare with the serial result here, report the first difference."""
     trained = program(job)
-    if callable(trained.grads):  # only here: to join them is no part of the technique, and not recorded
-        trained = trained._replace(grads=trained.grads())
+    for part in ("params", "grads"):
+        if callable(getattr(trained, part)):  # only here: to join them is no part of the technique, and not recorded
+            trained = trained._replace(**{part: getattr(trained, part)()})
     return Row(first_difference(trained, reference), trained.losses, trained.step_s)
 
 
