@@ -236,7 +236,7 @@ class _Deadline:
         self._kill()
 
     def limit_s(self):
-        """Seconds that a case may take now: other people's work on the machine is no fault of the answer."""
+        """Seconds that a case may take now: more where processes wait for a core, though some of them are its own."""
         waiting = os.getloadavg()[0] / (os.cpu_count() or 1) if hasattr(os, "getloadavg") else 1
         return LIMIT_S * min(max(waiting, 1), _BUSIEST)
 
