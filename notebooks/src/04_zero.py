@@ -207,7 +207,8 @@ check(1)
 
 # %% [markdown]
 # Why two optimizers? Adam divides a gradient by its own size and so forgives a wrong factor; SGD does not. And
-# Adam blows up rounding where a gradient is zero but for it, as that of a key's bias; here its `eps` keeps that below the bound.
+# a key's bias has gradient 0 but for rounding, which Adam divides by its own size: it grows large. Here `eps` keeps it below
+# the bound.
 #
 # ### Stage 2
 #
@@ -397,8 +398,7 @@ recordings[3] = compare(3, [psi])
 
 # %% [markdown]
 # Right, with three halves of an all-reduce in place of two. But look at the peak: while it computes, a rank
-# holds the whole *and* its shard: more than at stage 1, an old complaint about stage 3. The saving is there between the steps
-# only. Gathering less at a time is lesson 05; exercise 2 begins it.
+# holds the whole *and* its shard: more than at stage 1. The saving is there between the steps only. Gathering less at a time is lesson 05; exercise 2 begins it.
 #
 # ## Clipping
 #
@@ -471,8 +471,8 @@ dtlab.ledger("04", recording=recordings[1][0], formula=round(all_reduce))
 # 1. *Predict.* 175 billion parameters, devices of 80 GB, states only. At which stages do they ever fit, and on how many
 #    devices?
 # 2. *Change.* Give `Stage3` each of `model.layers`, and `Stage2` the other parameters. What happens to the peak of `params`?
-# 3. *Break.* Shards have gradients 3 (rank 0) and 4 (rank 1); a small parameter was left whole on every rank, gradient 12.
-#    Which norms do ranks 0 and 1 find alone? Which one, if all ranks' squares are added? Which is right?
+# 3. *Break.* Two ranks' shards have gradients 3 and 4; a small parameter was left whole on both, gradient 12.
+#    Which norm does each find alone? Which one, if both ranks' squares are added? Which is right?
 #
 # The folded cell computes all three:
 
@@ -491,7 +491,7 @@ found = ranks.record(lambda: one_step(*kept, my_rows, 0)).memory().peak_params
 print(f"2. by layer, peak of params: {found.max():,} bytes")
 
 print(f"3. alone {math.hypot(3, 12):.2f} and {math.hypot(4, 12):.2f}, all added "
-      f"{math.hypot(3, 4, *[12] * WORLD_SIZE):.2f}, right {math.hypot(3, 4, 12):.2f}")
+      f"{math.hypot(3, 4, 12, 12):.2f}, right {math.hypot(3, 4, 12):.2f}")
 
 # %% [markdown]
 # <details><summary>In words</summary>
