@@ -365,18 +365,18 @@ steps = {name: replay(its, hardware, algorithm="ring") for name, its in dry.item
 for name, step in steps.items():
     print(f"{name:14} sends {dry[name].communication().wire_bytes.sum() / 1e9:.1f} GB, step "
           f"{step.step_time_s:.2f} s, exposed {step.exposed_communication_s:.2f} s")
-print(f"sent = computed at {sent_s / token_s:,.0f} tokens a rank")
+print(f"sent in the time of computing {sent_s / token_s:,.0f} tokens")
 
 # %% [markdown]
 # Without prefetch, or in one unit, all of it shows. With prefetch and one sequence, computing hides in communication, not the
-# other way round: the link is never idle, the device mostly. With four, only the root's gathering and its reduction show. One
+# other way round: the link is never idle, the device mostly is. With four, only the root's gathering and reduction show. One
 # sequence:
 
 # %% name="timelines" tags=["picture"]
 plots.timeline(steps["with prefetch"])
 
 # %% [markdown]
-# The two meet at some 6,000 tokens a rank.
+# Sending takes as long as computing at some 6,000 tokens a rank.
 #
 # ## Two real systems
 #
@@ -500,17 +500,17 @@ print("3. rank 0's losses, right", losses, "and wrong", ranks.run(last)[0])
 # ## Why four more lessons
 #
 # Large runs fix the *global* batch: more ranks, fewer tokens each. Published for 175 billion parameters and 1,536 sequences a
-# step: what each A100 reached with stage 3, and with what lessons 06 to 09 build. Beside it seconds of a step, and of
-# sending by our formula at least:
+# step: what each A100 reached with stage 3, and with what lessons 06 to 09 build; how long a step is
+# by that; and the least that stage 3's sending takes by our formula:
 
 # %% name="fixed-batch" tags=["exact"]
 gpt3 = theory.ModelShape(num_layers=96, hidden_size=12288, num_heads=96, seq_length=2048,
                          vocab_size=51200)
 flops = theory.batch_flops(gpt3, batch_size=1536, recompute="full") / 1e12
-least_s = hardware.between.time_s(6 * theory.transformer_params(gpt3))
+print(f"sending: {hardware.between.time_s(6 * theory.transformer_params(gpt3)):.0f} s at least")
 for n, ours, theirs in ((384, 144, 153), (768, 88, 149), (1536, 44, 141)):
-    print(f"{n} GPUs, {1536 * 2048 // n} tokens each: stage 3 {ours:3} TFLOP/s, {flops / n / ours:.0f} s, "
-          f"sending {least_s:.0f} s; lessons 06-09 {theirs} TFLOP/s, {flops / n / theirs:.0f} s")
+    print(f"{n:4} GPUs, {1536 * 2048 // n} tokens each: stage 3 {ours:3} TFLOP/s, "
+          f"{flops / n / ours:.0f} s; lessons 06-09 {theirs} TFLOP/s, {flops / n / theirs:.0f} s")
 
 # %% [markdown]
 # From 768 to 1,536 devices stage 3 gains nothing: half the computing on each, and the step is as long. It is the sending's, which
