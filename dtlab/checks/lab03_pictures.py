@@ -26,7 +26,7 @@ def cuts(case, expected, evidence):
 
 
 def _map(length, its):
-    parts, unit = [], 570 / max([length, *(sum(end - start for _, start, end in mine) for mine in its)])
+    parts, unit = [], 570 / max([1, length, *(sum(end - start for _, start, end in mine) for mine in its)])
     for rank, mine in enumerate(its):
         x, y = 70, 6 + 34 * rank
         parts.append(label(60, y + 19, f"rank {rank}", anchor="end", size=13))
@@ -101,7 +101,7 @@ def clip(case, expected, evidence):
         for rank in ranks:
             try:
                 values.append(float(get(evidence.results[rank][name])))
-            except (TypeError, ValueError):
+            except (TypeError, ValueError, RuntimeError):  # no number
                 values.append(0.0)
         shown = [f"{value:.4g}" if evidence.results or not row else "?" for row, value in enumerate(values)]
         wrong = [row for row, value in enumerate(values) if not abs(value - values[0]) < 1e-9]
