@@ -510,7 +510,7 @@ flops = theory.batch_flops(gpt3, batch_size=1536, recompute="full") / 1e12
 print(f"sending: {hardware.between.time_s(6 * theory.transformer_params(gpt3)):.0f} s at least")
 for n, ours, theirs in ((384, 144, 153), (768, 88, 149), (1536, 44, 141)):
     print(f"{n:4} GPUs, {1536 * 2048 // n} tokens each: stage 3 {ours:3} TFLOP/s, "
-          f"{flops / n / ours:.0f} s; lessons 06-09 {theirs} TFLOP/s, {flops / n / theirs:.0f} s")
+          f"{flops / n / ours:.0f} s; lessons 06-09 {theirs}, {flops / n / theirs:.0f} s")
 
 # %% [markdown]
 # From 768 to 1,536 devices stage 3 gains nothing: half the computing on each, and the step is as long. It is the sending's, which
