@@ -1,58 +1,32 @@
-# ruff: noqa: F821  (names that live on the ranks)
-"""The program of lesson 05 that trains with DeepSpeed. Run it to write the recording that is shipped for those without.
+"""The program of lesson 05 that trains with DeepSpeed, taken from the lesson's source. To write its recording again:
 
-    python tests/peers/deepspeed_program.py dtlab/data/recordings/deepspeed_zero3.jsonl
-
-The functions from ``train`` to ``record`` are the lesson's, word by word.
+    python tests/peers/deepspeed_program.py
 """
+import ast
 import dataclasses
-import sys
-
-import torch
+import pathlib
 
 import dtlab
-from dtlab.data import SyntheticLanguage, batches, shard_batch
-from dtlab.data.recordings import deepspeed_engine
-from dtlab.models import GPT, GPTConfig, cross_entropy
+from dtlab.data import recordings
 from dtlab.simulate import Recording
 
-WORLD_SIZE, BATCH_SIZE = 4, 8
-config = GPTConfig(vocab_size=32, seq_length=32, hidden_size=32, num_layers=3, num_heads=4)
-data = SyntheticLanguage(vocab_size=32).sample(65536, seed=0)
-adamw = lambda parameters: torch.optim.AdamW(parameters, lr=1e-2, eps=1e-6)
-my_rows = lambda batch: shard_batch(batch, rank, world_size)
+LESSON = pathlib.Path(__file__).resolve().parents[2] / "notebooks" / "src" / "05_fsdp.py"
+NAMES = {"config", "data", "BATCH_SIZE", "adamw", "my_rows", "train", "two_steps", "record", "by_deepspeed"}
+NUM_RANKS = 4
 
 
-def train(model, optimizer, rows, steps=range(3)):
-    losses = []
-    for step in steps:
-        inputs, targets = rows(batches(data, config.seq_length, BATCH_SIZE, seed=0, step=step))
-        loss = cross_entropy(model(inputs), targets, reduction="mean")
-        optimizer.zero_grad()
-        getattr(model, "backward", torch.Tensor.backward)(loss)  # DeepSpeed's model has its own
-        optimizer.step()
-        losses.append(loss.detach())
-    return torch.stack(losses)
+def record(ranks):
+    """What the lesson records of DeepSpeed where it is installed, on these ranks."""
+    def is_needed(node):
+        if isinstance(node, ast.Assign):
+            return bool(NAMES & {name.id for name in ast.walk(node.targets[0]) if isinstance(name, ast.Name)})
+        return isinstance(node, (ast.Import, ast.ImportFrom)) or getattr(node, "name", "") in NAMES
 
-
-def by_deepspeed(gpt):
-    engine = deepspeed_engine(gpt, adamw(gpt.parameters()), micro_batch_size=BATCH_SIZE // world_size)
-    return engine, engine  # it steps its optimizer itself
-
-
-def two_steps(wrap):
-    global system  # stays on the rank
-    system = wrap(GPT(config))[:2]
-    train(*system, my_rows, range(2))
-
-
-def third_step():
-    return train(*system, my_rows, [2]).item()
-
-
-def record(wrap):
-    ranks.run(two_steps, wrap)
-    return ranks.record(third_step)
+    tree = ast.parse(LESSON.read_text(encoding="utf-8"))
+    tree.body = [node for node in tree.body if is_needed(node)]
+    lesson = {"__name__": "lesson", "ranks": ranks}
+    exec(compile(tree, str(LESSON), "exec"), lesson)
+    return lesson["record"](lesson["by_deepspeed"])
 
 
 def small(recording):
@@ -64,5 +38,5 @@ def small(recording):
 
 
 if __name__ == "__main__":
-    with dtlab.launch(WORLD_SIZE) as ranks:
-        small(record(by_deepspeed)).save(sys.argv[1])
+    with dtlab.launch(NUM_RANKS) as ranks:
+        small(record(ranks)).save(pathlib.Path(recordings.__file__).with_name("deepspeed_zero3.jsonl"))
