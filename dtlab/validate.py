@@ -17,15 +17,16 @@ def at_least(name: str, value, minimum: int) -> int:
     return number
 
 
-def amount(name: str, value, *, above_0: bool = False):
-    """Return ``value``, a finite number or a numpy array of them, or raise ConfigError if one is below 0 (or is 0)."""
+def amount(name: str, value, *, above_0: bool = False, minimum=0):
+    """Return ``value``, a finite number or a numpy array of them, or raise ConfigError if one is too small."""
     try:
         value * 1.0  # 10**400 is no float
-        legal = ((value > 0) if above_0 else (value >= 0)) & (value < float("inf"))
+        legal = ((value > 0) if above_0 else (value >= minimum)) & (value < float("inf"))
     except (TypeError, OverflowError):  # text, None, a list; a whole number that is too large
         legal = False
     if isinstance(value, bool) or not (legal.all() if hasattr(legal, "all") else legal):
-        raise ConfigError(f"{name} ({value!r}) must be a number {'above' if above_0 else 'of at least'} 0, and finite")
+        least = "above 0" if above_0 else f"of at least {minimum}"
+        raise ConfigError(f"{name} ({value!r}) must be a number {least}, and finite")
     return value
 
 
@@ -62,7 +63,7 @@ use hidden_size 8 or 12, or num_heads 1, 2, 5 or 10
 
 def one_of(name: str, value, choices) -> None:
     """Raise ConfigError if ``value`` is none of ``choices``."""
-    if value not in choices:
+    if value not in list(choices):  # a list is in no dict
         raise ConfigError(f"{name} ({value!r}) must be {_or([repr(choice) for choice in choices])}")
 
 

@@ -13,7 +13,7 @@ from dtlab.simulate.data_parallel import gradients_of, per_bucket
 from dtlab.simulate.engine import Transfer, simulate
 from dtlab.simulate.timeline import Timeline
 from dtlab.theory import RECIPES, batch_flops, recipe_bytes, transformer_params, unit_sizes, zero_states
-from dtlab.validate import one_of
+from dtlab.validate import amount, at_least, one_of
 
 _FORWARD, _BACKWARD = ("forward", "forward", ""), ("backward", "backward", "")
 _OPTIMIZER, _CALL = ("optimizer", "optimizer", ""), ("call", "compute", "")
@@ -54,6 +54,7 @@ def zero_step(shape, hardware, *, num_ranks, zero_stage, batch_size=1, recompute
         2.63 s, exposed 0.09 s
     """
     one_of("zero_stage", zero_stage, (0, 1, 2, 3))
+    at_least("num_ranks", num_ranks, 1), at_least("bucket_bytes", bucket_bytes, 1)
     reached = hardware.peak_flops * hardware.gemm_efficiency
     cost_s = lambda op, sizes: (0 * sizes + hardware.collective_s(op, sizes, range(num_ranks), algorithm)).tolist()
     rank, (param_size, grad_size) = _Rank(), wire_element_sizes(recipe)
@@ -104,7 +105,8 @@ def zero_wire_bytes(num_params, *, num_ranks, zero_stage, recipe="adam_mixed"):
     """
     one_of("zero_stage", zero_stage, (0, 1, 2, 3))
     param, grad = wire_element_sizes(recipe)
-    return (1 - 1 / num_ranks) * num_params * [2 * grad, grad + param, grad + param, grad + 2 * param][zero_stage]
+    sent = (1 - 1 / at_least("num_ranks", num_ranks, 1)) * amount("num_params", num_params)
+    return sent * [2 * grad, grad + param, grad + param, grad + 2 * param][zero_stage]
 
 
 def _optimizer_s(num_params, hardware, num_shards, recipe):

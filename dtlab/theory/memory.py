@@ -72,8 +72,8 @@ def zero_states(num_params, *, dp_size, zero_stage: int, optimizer: str = "adam_
     """
     one_of("zero_stage", zero_stage, (0, 1, 2, 3))
     whole = amount("num_params", num_params) + at_least("padding", padding, 0)
-    shard = whole / amount("dp_size", dp_size, above_0=True)
-    sharded = CATEGORIES[3 - zero_stage:]
+    shard = whole / amount("dp_size", dp_size, minimum=1)
+    sharded = CATEGORIES[3 - int(zero_stage):]
     states = {name: size * (shard if name in sharded else whole) for name, size in recipe_bytes(optimizer).items()}
     states["optimizer_states"] += 4 * at_least("step_tensors", step_tensors, 0)
     return states
@@ -114,7 +114,7 @@ def zero_wire_elements(num_params, *, dp_size, zero_stage: int):
     Source: Rajbhandari et al. 2020, arXiv:1910.02054, section 7.
     """
     one_of("zero_stage", zero_stage, (0, 1, 2, 3))
-    ring = 1 - 1 / amount("dp_size", dp_size, above_0=True)
+    ring = 1 - 1 / amount("dp_size", dp_size, minimum=1)
     return (3 if zero_stage == 3 else 2) * ring * amount("num_params", num_params)
 
 
@@ -147,6 +147,7 @@ def activation_bytes_per_layer(*, seq_length, micro_batch_size: int, hidden_size
     divisible("num_heads", num_heads, "tp_size", at_least("tp_size", tp_size, 1))
     split = tp_size if sequence_parallel else 1
     tokens = amount("seq_length", seq_length) * at_least("micro_batch_size", micro_batch_size, 1)
+    hidden_size, num_heads = at_least("hidden_size", hidden_size, 1), at_least("num_heads", num_heads, 1)
     if recompute == "full":
         return 2 * tokens * hidden_size / split
     scores = 0 if flash_attention or recompute else 5 * num_heads * seq_length
@@ -161,7 +162,8 @@ def logits_bytes(shape: ModelShape, *, micro_batch_size: int, tp_size: int = 1):
         >>> round(logits_bytes(GPT_7_5B, micro_batch_size=1) / 1e9, 2)
         0.42
     """
-    return 4 * shape.seq_length * micro_batch_size * shape.vocab_size / tp_size
+    tokens = shape.seq_length * at_least("micro_batch_size", micro_batch_size, 1)
+    return 4 * tokens * shape.vocab_size / at_least("tp_size", tp_size, 1)
 
 
 def micro_batches_in_flight(*, pp_size: int = 1, pp_rank: int = 0, num_chunks: int = 1, num_micro_batches=None):
@@ -248,7 +250,8 @@ def gathered_bytes(unit_params: Sequence[int], *, held: int = 1, root_params: in
         >>> [round(gathered_bytes([7.47e9 / n] * n) / 1e9, 1) for n in (1, 4, 36)]
         [14.9, 3.7, 0.4]
     """
-    sizes, held = list(unit_params), at_least("held", held, 1)
+    sizes = [amount("unit_params", params) for params in unit_params]
+    held, root_params = at_least("held", held, 1), amount("root_params", root_params)
     if not sizes:
         raise ConfigError("unit_params ([]) must hold the parameters of at least one unit")
     return bytes_per_param * (root_params + max(sum(sizes[i : i + held]) for i in range(len(sizes))))
@@ -275,6 +278,7 @@ def step_memory(shape: ModelShape, *, micro_batch_size: int = 1, dp_size: int = 
     """
     params, per_param = transformer_params(shape), recipe_bytes(optimizer)
     root, *units = unit_sizes(shape, shape.num_layers if num_units is None else num_units)
+    at_least("bucket_bytes", bucket_bytes, 1)
     largest = shape.hidden_size * max(shape.vocab_size, shape.ffn_hidden_size, 3 * shape.num_heads * shape.head_size)
     waiting = {2: min(params, max(bucket_bytes / per_param["grads"], largest)), 3: max(root, *units)}
     return {
