@@ -453,7 +453,7 @@ def sum_in_pair(pairs):
     return total.item()
 
 print(ranks.run(sum_in_pair, [[first, first + 1] for first in range(0, WORLD_SIZE, 2)]))
-first_line(lambda: dist.new_group([rank - rank % 2, rank - rank % 2 + 1]))  # only its own
+first_line(lambda: dist.new_group([rank // 2 * 2, rank // 2 * 2 + 1]) and None)  # only its own
 
 # %% [markdown]
 # ## In real systems
