@@ -34,6 +34,7 @@ def save_checkpoint(path: str | os.PathLike, state: ShardedState, *, group=None)
     import torch.distributed.checkpoint as dcp  # with DTensor half a second, which a notebook need not wait for
 
     path, (rank, _) = Path(path).absolute(), place_in(group)
+    state.refresh()
     folder = _together(lambda: _new_folder(path) if rank == 0 else None, group)
     with _said_plainly(f"written to {path}"):
         dcp.save(dict(state), checkpoint_id=path / folder, process_group=group)  # returns when all ranks have written
@@ -73,6 +74,7 @@ def load_checkpoint(path: str | os.PathLike, state: ShardedState, *, group=None)
     from torch.distributed.tensor import DTensor
 
     path, _ = Path(path).absolute(), place_in(group)
+    state.refresh()
     folder = _together(lambda: _folder_that_fits(path, state), group)
     loaded = {key: torch.empty_like(tensor) for key, tensor in state.items()}  # apart: a read may fail half-way
     with _said_plainly(f"read from {path}"):
@@ -80,7 +82,8 @@ def load_checkpoint(path: str | os.PathLike, state: ShardedState, *, group=None)
     local = lambda tensor: tensor.to_local() if isinstance(tensor, DTensor) else tensor
     for key, tensor in state.items():
         local(tensor).copy_(local(loaded[key]))
-    state.after_load()
+    for finish in state.after_load:
+        finish()
 
 
 def _folder_that_fits(path, state):

@@ -24,11 +24,12 @@ def recompute(function, *args):
 
     Args:
         function: A module or any function that does the same when it is called again with the same arguments. Its
-            parameters, and whatever else it uses besides ``args``, must not change until backward has ended.
+            parameters, and whatever else it uses besides ``args``, must not change until backward has ended. What it
+            counts it counts twice: BatchNorm's running mean moves twice a step.
         args: Tensors, and lists, tuples and dicts with tensors in them, are kept without a copy; all else as it is.
 
     Raises:
-        ConfigError: in backward: ``function`` saved other tensors than the first time, or changed one in place.
+        ConfigError: in backward: ``function`` saved other tensors than the first time, or one was changed in place.
         RuntimeError: in backward: a tensor of ``args`` was changed in place (torch says which).
 
     Example:
@@ -65,12 +66,12 @@ class _Forward:
         gpus = {tensor.device for tensor in tensors if tensor is not None and tensor.is_cuda}
         self.random = torch.get_rng_state(), {gpu: torch.cuda.get_rng_state(gpu) for gpu in gpus}
         self.autocast = [(k, torch.get_autocast_dtype(k), torch.is_autocast_enabled(k)) for k in ("cpu", "cuda")]
-        self.saved = []  # shape and dtype of each tensor that autograd wanted to save
+        self.saved = []  # shape, dtype and version of each tensor that autograd wanted to save
         self.again, self.backward = {}, None  # number -> the tensor; the backward pass that it belongs to
 
     def pack(self, tensor):
         """Autograd saves a tensor: it gets a number instead."""
-        self.saved.append((tensor.shape, tensor.dtype))
+        self.saved.append((tensor.shape, tensor.dtype, tensor._version))
         return len(self.saved) - 1
 
     def unpack(self, number):
@@ -89,10 +90,11 @@ class _Forward:
         with self.as_it_was(), torch.autograd.graph.saved_tensors_hooks(pack, lambda _: None):
             self.function(*args)
         name = getattr(self.function, "__name__", type(self.function).__name__)
-        if [(tensor.shape, tensor.dtype) for tensor, _ in found] != self.saved:
+        if [(tensor.shape, tensor.dtype, version) for tensor, version in found] != self.saved:
             raise ConfigError(f"{name} did something else when it was computed again: autograd saved {len(self.saved)} "
-                              f"tensors in forward and {len(found)} in backward, or of other shapes. It must do the "
-                              "same twice: look for what counts its calls, and for what changed in between")
+                              f"tensors in forward and {len(found)} in backward, or of other shapes, or one of them "
+                              "has changed (by an optimizer's step?). It must do the same twice: look for what counts "
+                              "its calls, and for what changed in between")
         if any(tensor._version != version for tensor, version in found):
             raise ConfigError(f"{name} changes a tensor in place that its own gradient needs: leave out the last _ of "
                               "the operation, or inplace=True")

@@ -1,6 +1,8 @@
 """What techniques share: the place in a group, tensors that travel together in one flat buffer, and shards of such."""
+import collections
 import itertools
 import math
+import re
 
 import torch
 import torch.distributed as dist
@@ -46,6 +48,15 @@ def refuse_what_is_no_model(module):
         if type(part).__name__ in _WRAPPERS:
             raise ConfigError(f"module is or contains a {type(part).__name__} ({name or 'itself'}): gradients would be "
                               "averaged twice. Wrap the plain model, ddp.module")
+    for name, tensor in [*module.named_parameters(), *module.named_buffers()]:
+        if any(size > 1 and stride == 0 for size, stride in zip(tensor.shape, tensor.stride())):
+            raise ConfigError(f"elements of {name} share memory, so that no rank can write another's values into it "
+                              "(expand?): register its .clone()")
+
+
+def as_text(value) -> str:
+    """The same on every rank if the value is: without addresses."""
+    return re.sub(" at 0x[0-9a-f]+", "", str(value))
 
 
 def refuse_different_models(module, group, **options):
@@ -54,7 +65,7 @@ def refuse_different_models(module, group, **options):
         return
     trains = lambda t: "trainable" if t.requires_grad else "not trainable"
     describe = lambda t: f"{_kind(t)} {list(t.shape)}, {trains(t)}"
-    mine = [(f"option {name}", str(value)) for name, value in options.items()]
+    mine = [(f"option {name}", as_text(value)) for name, value in options.items()]
     mine += [(name, describe(t)) for name, t in [*module.named_parameters(), *module.named_buffers()]]
     models = [None] * dist.get_world_size(group)
     dist.all_gather_object(models, mine, group=group)
@@ -181,6 +192,12 @@ class FlatShards:
         pieces = flat[: self.numel].split([shape.numel() for shape in self.shapes])
         return [piece.view(shape) for piece, shape in zip(pieces, self.shapes)]
 
+    def join(self, shard: torch.Tensor) -> dict:
+        """Name -> tensor, put together from the shards of all ranks, which call together."""
+        whole = torch.empty(self.padded, dtype=shard.dtype, device=shard.device)
+        all_gather_single(whole, shard.contiguous(), group=self.group)  # all_gather, (n-1)/n * bytes of the whole
+        return dict(zip(self.names, self.views(whole)))
+
     def name_of(self, element: int) -> str:
         """Name of the tensor in which an element of the flat tensor lies."""
         ends = itertools.accumulate(shape.numel() for shape in self.shapes)
@@ -192,7 +209,7 @@ class FlatShards:
 
 
 @torch.no_grad()
-def total_norm(shards, *, group=None, norm_type: float = 2.0, replicated=()) -> torch.Tensor:
+def total_norm(shards, *, group=None, norm_type: float = 2.0) -> torch.Tensor:
     """The norm of all elements of all ranks' shards: the same number on every rank, a scalar tensor.
 
     Each rank's norm to the power of p is summed (for infinity: the largest taken) by one all_reduce of one number.
@@ -200,55 +217,66 @@ def total_norm(shards, *, group=None, norm_type: float = 2.0, replicated=()) -> 
 
     Args:
         shards: This rank's parts, one at least; an element must not be in those of two ranks.
-        replicated: Tensors that are whole and the same on every rank: they count once.
 
     Raises:
         ConfigError: ``norm_type`` is not above 0.
 
-    Example: 3 on one rank and 4 on the other, and 12 on both, give 13; each alone would say 12.4 and 12.6
+    Example: 3 on one rank and 4 on the other give 5
     """
     p = float(amount("norm_type", norm_type, above_0=True) if norm_type != math.inf else math.inf)
-    dtype = max((t.dtype for t in [*shards, *replicated]), key=lambda kind: kind.itemsize)
-    dtype = torch.float32 if dtype.itemsize < 4 else dtype
-    device = shards[0].device
-    norm_of = lambda tensors: torch.stack([torch.linalg.vector_norm(t, p, dtype=dtype).to(device) for t in tensors])
-    norms = norm_of([t for t in shards if t.numel()] or [torch.zeros(1, dtype=dtype, device=device)])
+    is_double = any(t.dtype in (torch.float64, torch.complex128) for t in shards)
+    kind = {"dtype": torch.float64 if is_double else torch.float32, "device": shards[0].device}
+    norm_of = lambda t: torch.linalg.vector_norm(t, p, dtype=torch.float32 if t.itemsize < 4 else None)
+    norms = torch.stack([norm_of(t).to(**kind) for t in shards if t.numel()] or [torch.zeros((), **kind)])
     if p == math.inf:
-        total = norms.max()
-        dist.all_reduce(total, dist.ReduceOp.MAX, group=group)
-        return torch.stack([total, *(norm_of(replicated) if replicated else ())]).max()
+        total = norms.max().abs()
+        # Subtle: as whole numbers, whose order is the same and has NaN above infinity; gloo's MAX of floats loses NaN
+        dist.all_reduce(total.view(torch.int64 if is_double else torch.int32), dist.ReduceOp.MAX, group=group)
+        return total
     total = norms.pow(p).sum()
     dist.all_reduce(total, group=group)
-    return (total + (norm_of(replicated).pow(p).sum() if replicated else 0)).pow(1 / p)
+    return total.pow(1 / p)
 
 
 @torch.no_grad()
-def clip_shards_(shards, max_norm: float, *, group=None, norm_type: float = 2.0, replicated=()) -> torch.Tensor:
-    """Scale shards (and what is replicated) in place so that ``total_norm`` is ``max_norm`` at most; the norm before.
+def clip_shards_(shards, max_norm: float, *, group=None, norm_type: float = 2.0) -> torch.Tensor:
+    """Scale shards in place so that ``total_norm`` is ``max_norm`` (infinity: measure only) at most; the norm before.
 
     Every rank scales by the same factor, as torch's ``clip_grad_norm_``: max_norm / (norm + 1e-6) if that is below 1.
+    A norm of NaN scales nothing (torch's makes every element NaN): it can still be found where it came from.
     """
-    amount("max_norm", max_norm)
-    norm = total_norm(shards, group=group, norm_type=norm_type, replicated=replicated)
-    factor = (max_norm / (norm + 1e-6)).clamp(max=1.0)
-    for tensor in [*shards, *replicated]:
-        tensor.mul_(factor.to(tensor.device))
+    amount("max_norm", max_norm if max_norm != math.inf else 0)
+    norm = total_norm(shards, group=group, norm_type=norm_type)
+    factor = (max_norm / (norm + 1e-6)).clamp(max=1.0).nan_to_num(1.0)
+    for shard in shards:
+        shard.mul_(factor.to(shard.device))
     return norm
 
 
 class ShardedState(dict):
     """Keys and tensors for ``torch.distributed.checkpoint``: a shard is a DTensor of its flat tensor without padding.
 
-    They are this rank's own memory, so that loading is in place. Call ``after_load`` then.
+    They are this rank's own memory, so that loading is in place.
+
+    Args:
+        fill: Called with this object to put everything in, now and again when it is saved or loaded.
 
     Attributes:
         layout: For each key what lies where, as text: a checkpoint of another layout does not fit.
-        after_load: Called without arguments, on every rank, when new values are in place.
+        after_load: Functions to call, on every rank, when new values are in place.
     """
 
-    def __init__(self, after_load=lambda: None):
+    def __init__(self, fill=None):
         super().__init__()
-        self.layout, self.after_load = {}, after_load
+        self.layout, self.after_load, self._fill = {}, [], fill
+        self.refresh()
+
+    def refresh(self):
+        """Take what stands there now: an optimizer's step may have put other tensors in place."""
+        if self._fill is not None:
+            self.clear()
+            self.layout, self.after_load = {}, []
+            self._fill(self)
 
     def add_shard(self, key: str, shard: torch.Tensor, shards: FlatShards):
         """Add this rank's [shard_numel] of a flat tensor that lies as ``shards`` says."""
@@ -266,6 +294,24 @@ class ShardedState(dict):
         """Add a tensor that is the same on every rank: a step counter, a buffer."""
         self[key], self.layout[key] = tensor.detach(), f"{_kind(tensor)} {list(tensor.shape)}"
 
+    def add_states(self, key: str, optimizer: torch.optim.Optimizer, parameter: torch.Tensor, shards: FlatShards):
+        """Add an optimizer's states of ``parameter``, a shard; before its first step such as it will have.
+
+        After loading the optimizer has states if the saved one had: torch's begin with others than zeros.
+        """
+        states = optimizer.state.get(parameter)
+        has_states = torch.tensor(bool(states))
+        states = states or _states_to_load_into(optimizer, parameter)
+        self.add_whole(f"{key}.has_states", has_states)
+        self.add_optimizer(key, states, shards)
+
+        def put():
+            optimizer.state.pop(parameter, None)
+            if has_states:
+                optimizer.state[parameter] = states
+
+        self.after_load.append(put)
+
     def add_optimizer(self, key: str, states: dict, shards: FlatShards):
         """Add an optimizer's states of one shard, ``optimizer.state[parameter]``: shards as such, scalars whole.
 
@@ -281,6 +327,21 @@ class ShardedState(dict):
                 is_what = list(value.shape) if isinstance(value, torch.Tensor) else type(value).__name__
                 raise ConfigError(f"the optimizer's state {name!r} is {is_what}; a checkpoint takes tensors, a number "
                                   f"torch.tensor(0.) or of the shard's shape [{shards.shard_numel}]")
+
+
+def _states_to_load_into(optimizer, parameter):
+    """What the optimizer will keep of a parameter: torch's make it in their first step, so here another's."""
+    kept = optimizer.param_groups, optimizer.state
+    groups = [group for group in optimizer.param_groups if any(p is parameter for p in group["params"])]
+    zeros = nn.Parameter(torch.zeros_like(parameter))
+    zeros.grad = torch.zeros_like(parameter)
+    try:
+        optimizer.param_groups = [{**group, "params": [zeros]} for group in groups]
+        optimizer.state = collections.defaultdict(dict)
+        type(optimizer).step(optimizer)  # the class's: a scheduler that counts steps does not see this one
+        return optimizer.state[zeros]
+    finally:
+        optimizer.param_groups, optimizer.state = kept
 
 
 def _kind(tensor):

@@ -11,6 +11,7 @@
 import contextlib
 import functools
 import weakref
+import zlib
 
 import torch
 import torch.distributed as dist
@@ -19,6 +20,7 @@ from torch import nn
 from dtlab.errors import ConfigError
 from dtlab.parallel.shared import (
     ShardedState,
+    as_text,
     broadcast_tensors,
     clip_shards_,
     is_dry,
@@ -27,7 +29,13 @@ from dtlab.parallel.shared import (
     refuse_what_is_no_model,
     split_by_bytes,
 )
-from dtlab.parallel.zero_buckets import Bucket, groups_of, refuse_what_is_not_elementwise, some
+from dtlab.parallel.zero_buckets import (
+    ShardedBucket,
+    groups_of,
+    refuse_master_dtype,
+    refuse_what_is_not_elementwise,
+    some,
+)
 from dtlab.validate import at_least
 
 _OTHER_STAGES = {0: "stage 0 shards nothing: use DistributedDataParallel and a plain optimizer",
@@ -45,12 +53,16 @@ class ZeroOptimizer:
     ``.half()`` or another wrapper ``step()`` says that the parameters have left: convert first, then wrap.
 
     A parameter without gradient counts as zero (a plain optimizer passes over it; here momentum and weight decay go
-    on). Stage 1: ``.grad`` holds the mean after backward only within this rank's shard. Stage 2: ``.grad`` is None.
+    on). Stage 1: ``.grad`` holds the mean after backward only within this rank's shard, and must stay as it is. Stage
+    2: ``.grad`` is None. So what works on ``.grad`` of all parameters is replaced: ``torch.nn.utils.clip_grad_norm_``
+    by ``clip_grad_norm_`` of this object, ``module.zero_grad()`` by its ``zero_grad()``. Stage 1 says so; stage 2 does
+    not see it: there torch's change nothing, and give a norm of 0.
 
     Communication on each rank, n ranks, P bytes of trainable parameters with padding (a tied one counts once):
     reduce_scatter in backward and all_gather in ``step()``, (n-1)/n P bytes sent by each, two calls a bucket. Stage 2
-    reduces in every backward pass. Plus one all_reduce of 8 bytes a step, by which all ranks know of a NaN, and, if the
-    module has buffers, one broadcast of them a step: as in data parallel, all ranks follow the first one's.
+    reduces in every backward pass. Plus one all_reduce of 8 bytes a step, by which all ranks know of a NaN and of other
+    options elsewhere, and, if the module has buffers, one broadcast of them a step: as in data parallel, all ranks
+    follow the first one's.
 
     Args:
         module: Its parameters are registered in about the order in which forward uses them.
@@ -71,8 +83,8 @@ class ZeroOptimizer:
 
     Raises:
         ConfigError: ranks have different models or options; nothing to train; a stage that is not here; an optimizer
-            that needs whole matrices, norms or a closure (Muon, Adafactor, LBFGS); in backward: a sparse gradient, two
-            of one parameter, or stage 1 reduced a second time.
+            that needs whole matrices, norms or a closure (Muon, Adafactor, LBFGS); in backward: a sparse gradient, or
+            one that comes after its bucket was reduced.
 
     Not here: loss scaling for float16 (use bfloat16).
 
@@ -97,29 +109,30 @@ class ZeroOptimizer:
                                 master_dtype=master_dtype, optimizer_class=getattr(optimizer_class, "__name__", ""),
                                 optimizer_kwargs=optimizer_kwargs,
                                 param_groups=[(options, [name_of[id(p)] for p in ps]) for options, ps in groups])
-        self._make_optimizer = functools.partial(optimizer_class, **optimizer_kwargs)
-        if not is_dry(group):
-            for options, parameters in groups:
-                refuse_what_is_not_elementwise(self._make_optimizer, options, parameters[0].device)
+        make_optimizer = functools.partial(optimizer_class, **optimizer_kwargs)
+        for options, parameters in groups:
+            refuse_master_dtype(master_dtype, parameters)
+            if not is_dry(group):
+                refuse_what_is_not_elementwise(make_optimizer, options, parameters[0].device)
         broadcast_tensors([*module.parameters(), *module.buffers()], group=group)
         self.buckets = []  # in the order in which backward completes them
-        self._make_buckets(groups, bucket_bytes, master_dtype, name_of)
-        self._is_syncing, self._pass_ended, self._states_are_made = True, True, False
+        masters = self._make_buckets(groups, bucket_bytes, master_dtype, name_of)
+        self.optimizer = make_optimizer([{**o, "params": its} for (o, _), its in zip(groups, masters)])
+        self._is_syncing, self._pass_ended = True, True
         self._num_started, self._in_flight, self._end_of_pass = 0, [], None
-        self._num_steps = torch.zeros((), dtype=torch.int64)
         self._hook_parameters()
 
     def _make_buckets(self, groups, bucket_bytes, master_dtype, name_of):
-        """Buckets of one group's parameters each, and the optimizer of their masters."""
+        """Buckets of one group's parameters each; returns the groups' masters."""
         place = {id(p): i for i, p in enumerate(reversed(list(self.module.parameters())))}  # in backward
         parts = [(i, part) for i, (_, parameters) in enumerate(groups)
                  for part in split_by_bytes(sorted(parameters, key=lambda p: place[id(p)]), bucket_bytes)]  # fmt: skip
         masters = [[] for _ in groups]
         for i, part in sorted(parts, key=lambda item: place[id(item[1][-1])]):
             named = [(name_of[id(p)], p) for p in part]
-            self.buckets.append(Bucket(named, self.group, self.zero_stage, master_dtype))
+            self.buckets.append(ShardedBucket(named, self.group, self.zero_stage, master_dtype))
             masters[i].append(self.buckets[-1].master)
-        self.optimizer = self._make_optimizer([{**o, "params": its} for (o, _), its in zip(groups, masters)])
+        return masters
 
     @property
     def param_groups(self) -> list:
@@ -143,16 +156,13 @@ class ZeroOptimizer:
         if parameter.grad.layout is not torch.strided:
             raise ConfigError(f"{name} has a sparse gradient, which fits no flat tensor: for nn.Embedding use "
                               "sparse=False")
-        if self.zero_stage == 1 and bucket.grad is not None and parameter.grad is bucket.views[position]:
-            raise ConfigError(f"{name} got a gradient after stage 1 had reduced it, once a step: for micro-batches put "
-                              "every backward pass but the last into no_sync(), or use zero_stage=2; and call "
-                              "step() or zero_grad() in between steps")
         is_reduced = self._is_syncing or self.zero_stage == 2
         if is_reduced and (self._end_of_pass is None or self._end_of_pass() is None):
             self._begin()
-        if position in bucket.ready:
-            raise ConfigError(f"{name} got a second gradient in one backward pass, after the first may have been sent: "
-                              "torch.utils.checkpoint needs use_reentrant=False")
+        if position in bucket.ready or self.zero_stage == 1 and bucket.grad is not None:
+            raise ConfigError(f"{name} got another gradient after the first was sent: put every backward pass of a "
+                              "step but the last into no_sync(), or use zero_stage=2; after each step call step() or "
+                              "zero_grad() of this object; torch.utils.checkpoint needs use_reentrant=False")
         bucket.take(position)
         if is_reduced:
             bucket.ready.add(position)
@@ -215,16 +225,15 @@ class ZeroOptimizer:
         """Update this rank's shards and gather everyone's: then all ranks have the same new parameters.
 
         Raises:
-            ConfigError: no gradient was reduced; the last backward pass failed; parameters have left the flat tensors.
+            ConfigError: no gradient was reduced; the last backward pass failed; parameters have left the flat tensors;
+                ``.grad`` was changed (stage 1); ranks have different options in ``param_groups``.
             FloatingPointError: on every rank, if a gradient is NaN or infinite on any. Nothing was updated;
                 ``zero_grad()`` skips the step.
         """
         if closure is not None:
             raise ConfigError("step(closure) would compute gradients inside the step: call backward() before step()")
         self._refuse_what_left()
-        self._refuse_nonfinite(self._mean_gradients())
-        if self._states_are_made and not self._num_steps:
-            self.optimizer.state.clear()
+        self._refuse_other_ranks(self._mean_gradients())
         works = []
         for bucket in reversed(self.buckets):  # as forward uses them
             bucket.say_what_it_is()
@@ -234,12 +243,12 @@ class ZeroOptimizer:
                 works[-1].wait()
         for work in works:
             work.wait()
-        self._num_steps += 1
         self.zero_grad()
         broadcast_tensors(self.module.buffers(), group=self.group)
 
-    def zero_grad(self) -> None:
-        """Forget the gradients; stage 2 frees their memory. (``module.zero_grad()`` does not reach its shards.)"""
+    def zero_grad(self, set_to_none: bool = True) -> None:
+        """Forget the gradients: ``.grad`` is None afterwards, whatever ``set_to_none`` is. Stage 2 frees their memory.
+        """
         for _, work, _ in self._in_flight:  # of a pass that failed: it still writes
             work.wait()
         self._in_flight, self._pass_ended = [], True
@@ -255,13 +264,20 @@ class ZeroOptimizer:
 
         One all_reduce of one number: all ranks get the same norm, and scale by the same factor.
         """
-        return clip_shards_(self._mean_gradients(), max_norm, group=self.group, norm_type=norm_type)
+        norm = clip_shards_(self._mean_gradients(), max_norm, group=self.group, norm_type=norm_type)
+        for bucket in self.buckets:
+            bucket.seal()
+        return norm
 
     def _mean_gradients(self):
         """This rank's shards of the mean gradient, bucket by bucket."""
         self._refuse_broken_pass()
         if self.buckets[0].grad is None:
             raise ConfigError("no gradient was reduced since the last step: call backward() outside no_sync() first")
+        if changed := [name for bucket in self.buckets for name in bucket.changed()]:
+            raise ConfigError(f".grad of {some(changed)} was changed or forgotten after backward, where it is right in "
+                              "this rank's shard only. Clip with clip_grad_norm_() of this object, forget with its "
+                              "zero_grad()")
         return [bucket.grad for bucket in self.buckets]
 
     # checkpoints
@@ -271,28 +287,17 @@ class ZeroOptimizer:
 
         Not in it: options such as ``lr``, gradients, random number generators.
         """
-        if not self.optimizer.state:
-            self._make_states()
-        state = ShardedState(after_load=self._gather)
-        state.add_whole("num_steps", self._num_steps)
+        return ShardedState(self._fill)
+
+    def _fill(self, state):
         for i, bucket in enumerate(self.buckets):
+            bucket.follow()
             state.add_shard(f"{i}.parameters", bucket.master, bucket.shards)
-            state.add_optimizer(str(i), self.optimizer.state[bucket.master], bucket.shards)
+            state.add_states(str(i), self.optimizer, bucket.master, bucket.shards)
         for name, tensor in self.module.state_dict(keep_vars=True).items():
             if isinstance(tensor, torch.Tensor) and not tensor.requires_grad:
                 state.add_whole(f"whole.{name}", tensor)
-        return state
-
-    def _make_states(self):
-        """States to load into: torch's optimizers make theirs in the first step. One that never was saves none."""
-        self._states_are_made = True
-        for group in self.optimizer.param_groups:
-            for master in group["params"]:
-                zeros = nn.Parameter(torch.zeros_like(master))
-                zeros.grad = torch.zeros_like(master)
-                other = self._make_optimizer([{**group, "params": [zeros]}])
-                other.step()
-                self.optimizer.state[master] = other.state[zeros]
+        state.after_load.append(self._gather)
 
     @torch.no_grad()
     def _gather(self):
@@ -314,20 +319,27 @@ class ZeroOptimizer:
                               "made, or another one was made of the same module, so that a step would not reach it. "
                               "Make the ZeroOptimizer last, of the model as it is now")
 
-    def _refuse_nonfinite(self, grads):
-        """All ranks look for the first parameter whose gradient is not finite."""
+    def _refuse_other_ranks(self, grads):
+        """On all ranks, if one has a gradient that is not finite or other options: their sum says both."""
         if is_dry(self.group):
             return
-        names = [name for bucket in self.buckets for name in bucket.shards.names]
-        first = len(names)
+        options = [{name: v for name, v in group.items() if name != "params"} for group in self.param_groups]
+        mine = zlib.crc32(as_text(options).encode())  # below 2**32
         norms = torch.stack([norm.to(grads[0].device) for norm in torch._foreach_norm(grads, float("inf"))])
-        if not norms.isfinite().all():
-            first = names.index(next(b.first_nonfinite() for b in self.buckets if not b.grad.isfinite().all()))
-        first = torch.tensor(first, device=grads[0].device)
-        dist.all_reduce(first, dist.ReduceOp.MIN, group=self.group)
-        if first < len(names):
-            raise FloatingPointError(f"the gradient of {names[first]} is NaN or infinite on some rank, so no rank has "
-                                     "made the step. To skip it: zero_grad()")
+        is_bad = ~norms.isfinite().all()
+        both = is_bad * 2**48 + mine
+        dist.all_reduce(both, group=self.group)
+        num_bad, total = divmod(int(both), 1 << 48)
+        num_ranks = dist.get_world_size(self.group)
+        if num_bad:
+            names = [None] * num_ranks
+            name = next(b.first_nonfinite() for b in self.buckets if not b.grad.isfinite().all()) if is_bad else None
+            dist.all_gather_object(names, name, group=self.group)
+            raise FloatingPointError(f"the gradient of {next(filter(None, names))} is NaN or infinite on some rank, so "
+                                     "no rank has made the step. To skip it: zero_grad() of this object")
+        if total != num_ranks * mine:
+            raise ConfigError(f"ranks have different options in param_groups; here {options}: each would update its "
+                              "shards with its own. A scheduler must see the same number on every rank: all_reduce it")
 
 
 def _on_gradient(reference, bucket, position, parameter):

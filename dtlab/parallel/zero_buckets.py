@@ -7,7 +7,7 @@ from dtlab.parallel.shared import FlatShards, all_gather_single, reduce_scatter_
 from dtlab.record import tag
 
 
-class Bucket:
+class ShardedBucket:
     """Parameters that travel together, as views of one flat tensor.
 
     Attributes:
@@ -59,7 +59,7 @@ class Bucket:
             view.zero_()
         elif parameter.grad is not view:
             view.copy_(parameter.grad)
-            parameter.grad = view
+        parameter.grad = view
 
     def start(self):
         """Send the gradients: ``(the call's handle, where the mean of this rank's shard will stand)``."""
@@ -76,21 +76,38 @@ class Bucket:
     def land(self, work, mean):
         """Wait for the call; stage 2 frees the flat gradients and adds the shard to that of micro-batches before."""
         work.wait()
-        if self.zero_stage == 1:
-            self.grad = mean
-            return
-        self.grads = self.views = None
-        # Subtle: a sum of many in 16 bits would lose small ones, so it is kept as the master is
-        self.grad = mean if self.grad is None else tag(self.grad.to(self.master.dtype).add_(mean), "grads")
+        if self.zero_stage == 2:
+            self.grads = self.views = None
+            if self.grad is not None:
+                # Subtle: a sum of many in 16 bits would lose small ones, so it is kept as the master is
+                mean = tag(self.grad.to(self.master.dtype).add_(mean), "grads")
+        self.grad = mean
+        self.seal()
+
+    def seal(self):
+        """What the gradient is now is right: a later change is not."""
+        self.sealed = self.grad._version
+
+    def changed(self):
+        """Names of parameters whose reduced ``.grad`` was changed, replaced or forgotten by somebody else."""
+        if self.zero_stage == 2:
+            return []
+        is_changed = self.grad._version != self.sealed  # of the whole flat tensor
+        grads = zip(self.shards.names, self.parameters, self.views)
+        return [name for name, parameter, view in grads if is_changed or parameter.grad is not view]
 
     def forget_whole_gradients(self):
         for parameter in self.parameters:
             parameter.grad = None
 
+    def follow(self):
+        """Take over what was written into the parameters since the last step: load_state_dict, an initialisation."""
+        if self.has_copy and self.version != self._version():
+            self.master.detach().copy_(self.mine)
+
     def update(self, optimizer):
         """Let the optimizer update this bucket's shard: it passes over what has no gradient."""
-        if self.has_copy and self.version != self._version():  # load_state_dict, an initialisation
-            self.master.detach().copy_(self.mine)
+        self.follow()
         self.master.grad = self.grad.to(self.master.dtype)
         optimizer.step()
         self.master.grad = None
@@ -118,9 +135,13 @@ def groups_of(module, param_groups):
     trained = {id(p): name for name, p in module.named_parameters() if p.requires_grad}
     if not trained:
         raise ConfigError("module has no parameter that requires a gradient: there is nothing to update")
+    if hollow := [name for name, t in [*module.named_parameters(), *module.named_buffers()] if t.is_meta]:
+        raise ConfigError(f"{some(hollow)} on the meta device: without values. First module.to_empty(device=...) and "
+                          "give it values; FullyShardedModule takes it as it is")
     groups = []
     for group in param_groups or [{"params": module.parameters()}]:
-        parameters = [p for p in group["params"] if p.requires_grad]
+        parameters = [p[-1] if isinstance(p, tuple) else p for p in group["params"]]  # torch takes (name, p) too
+        parameters = [p for p in parameters if p.requires_grad]
         if parameters:
             groups.append(({name: v for name, v in group.items() if name != "params"}, parameters))
     listed = [id(p) for _, parameters in groups for p in parameters]
@@ -129,6 +150,15 @@ def groups_of(module, param_groups):
         raise ConfigError(f"param_groups must have each trainable parameter of module once, not {some(wrong)}: set "
                           "requires_grad=False for what is not trained")
     return groups
+
+
+def refuse_master_dtype(master_dtype, parameters):
+    """None, or a dtype that holds the parameters' numbers."""
+    kinds = {p.dtype for p in parameters}
+    if master_dtype is not None and not (isinstance(master_dtype, torch.dtype)
+                                         and all(torch.can_cast(kind, master_dtype) for kind in kinds)):  # fmt: skip
+        raise ConfigError(f"master_dtype ({master_dtype!r}) must be None or a dtype, such as torch.float32, that can "
+                          f"hold what the parameters are: {some(sorted(map(str, kinds)))}")
 
 
 def refuse_what_is_not_elementwise(make, options, device):

@@ -113,6 +113,44 @@ def test_an_optimizer_that_has_made_no_step_has_no_states_after_loading_either(t
         close(params, right)
 
 
+def taken_before_training(path):
+    """On a rank: a state from before the first step is saved and loaded; parameters trained after each."""
+    model, optimizer = build(seed=0, dtype=torch.bfloat16)
+    state = optimizer.sharded_state()
+    train(model, optimizer, 3)
+    model.load_state_dict({name: 2 * value for name, value in model.state_dict().items()})  # the masters follow
+    save_checkpoint(path, state)
+    runs = []
+    for _ in range(2):
+        train(model, optimizer, 2, 3)
+        runs.append({name: value.clone() for name, value in model.state_dict().items()})
+        load_checkpoint(path, state)
+    return runs
+
+
+@pytest.mark.ranks
+def test_a_state_is_read_when_it_is_saved_not_when_it_was_taken(tmp_path):
+    for first, second in pool(2).run(taken_before_training, str(tmp_path)):
+        assert all(torch.equal(first[name], second[name]) for name in first)
+
+
+def back_to_the_beginning(path):
+    """On a rank: save before the first step, train, load, train."""
+    model, optimizer = build(seed=0)
+    save_checkpoint(path, optimizer.sharded_state())
+    train(model, optimizer, 3)
+    load_checkpoint(path, optimizer.sharded_state())
+    train(model, optimizer, 3)
+    return dict(model.state_dict())
+
+
+@pytest.mark.ranks
+def test_loading_the_beginning_forgets_the_states(tmp_path):
+    right = pool(2).run(in_one_go, 3)[0]
+    for params in pool(2).run(back_to_the_beginning, str(tmp_path)):
+        close(params, right)
+
+
 def killed_while_saving(path, killed, moment):
     """On a rank: the second save, in which one rank dies at a certain moment."""
     from dtlab.parallel import checkpoint

@@ -136,6 +136,18 @@ def test_what_was_kept_goes_with_the_backward_pass():
     assert kept() is None and y.grad_fn is not None
 
 
+@pytest.mark.gpu
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="no NVIDIA GPU")
+def test_dropout_masks_on_a_gpu():
+    def grads(program):
+        parts, x = layers().cuda(), torch.ones(2, 7, 12, dtype=torch.float64, device="cuda", requires_grad=True)
+        torch.manual_seed(1)
+        (program(parts, x) * torch.arange(1.0, 13, device="cuda")).sum().backward()
+        return [x.grad, *(p.grad for p in parts.parameters()), torch.rand(3, device="cuda")]
+
+    assert_same(grads(one_by_one(recompute)), grads(one_by_one(plainly)))
+
+
 # mistakes
 
 
@@ -145,6 +157,15 @@ def test_an_input_changed_in_place_is_found():
     y = recompute(torch.exp, inner)
     inner.add_(1)
     with pytest.raises(RuntimeError, match="modified by an inplace operation"):
+        y.sum().backward()
+
+
+def test_a_parameter_changed_in_between_is_found():
+    layer = nn.Linear(3, 3)
+    y = recompute(layer, torch.ones(1, 3, requires_grad=True))
+    with torch.no_grad():
+        layer.weight.add_(1)  # an optimizer's step
+    with pytest.raises(ConfigError, match="Linear did something else .* or one of them has changed"):
         y.sum().backward()
 
 

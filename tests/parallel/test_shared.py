@@ -62,9 +62,9 @@ def test_an_element_belongs_to_the_tensor_in_which_it_lies():
 
 
 def norm_of(norm_type, dtype=torch.float64):
-    """On a rank of two: 3 on one and 4 on the other, 12 on both; and an empty shard."""
-    shards = [torch.tensor([3.0 + dist.get_rank()], dtype=dtype), torch.zeros(0, dtype=dtype)]
-    return total_norm(shards, norm_type=norm_type, replicated=[torch.tensor([-12.0], dtype=dtype)])
+    """On a rank of two: 3 and -12 on one and 4 on the other; and an empty shard."""
+    mine = [[3.0, -12.0], [4.0]][dist.get_rank()]
+    return total_norm([torch.tensor(mine, dtype=dtype), torch.zeros(0, dtype=dtype)], norm_type=norm_type)
 
 
 @pytest.mark.ranks
@@ -74,11 +74,43 @@ def test_a_norm_over_shards_counts_every_element_once(norm_type, norm):
         close(mine, torch.tensor(norm, dtype=torch.float64))
 
 
+def norm_alone(norm_type):
+    """On a rank of two: broken: each in a group of its own."""
+    alone = [dist.new_group([rank]) for rank in range(2)][dist.get_rank()]
+    return total_norm([torch.tensor([3.0 + dist.get_rank()])], norm_type=norm_type, group=alone).item()
+
+
+def norm_with_nan(norm_type, bad):
+    """On a rank of three: one of them has a NaN."""
+    shard = torch.tensor([1.0 + dist.get_rank(), float("nan") if dist.get_rank() == bad else -2.0])
+    return total_norm([shard], norm_type=norm_type), clip_shards_([shard], 0.1, norm_type=norm_type), shard[0]
+
+
 @pytest.mark.ranks
-def test_broken_a_local_norm_and_a_sum_of_what_is_replicated_are_wrong():
-    local = torch.tensor([[3.0, 12.0], [4.0, 12.0]], dtype=torch.float64)
-    assert local.norm(dim=1).tolist() == [pytest.approx(12.369, abs=1e-3), pytest.approx(12.649, abs=1e-3)]
-    assert local.norm().item() == pytest.approx(17.692, abs=1e-3)
+@pytest.mark.parametrize("norm_type", [2.0, float("inf")])
+@pytest.mark.parametrize("bad", range(3))
+def test_a_nan_on_any_rank_reaches_all_and_scales_nothing(norm_type, bad):
+    for rank, (norm, same, first) in enumerate(pool(3).run(norm_with_nan, norm_type, bad)):
+        assert norm.isnan() and same.isnan() and first == 1 + rank
+
+
+def complex_norm(norm_type):
+    """On a rank of two: 3 + 4i and 12 on both."""
+    shards = [torch.tensor([3 + 4j], dtype=torch.complex128), torch.tensor([12.0])]
+    return total_norm(shards, norm_type=norm_type)
+
+
+@pytest.mark.ranks
+@pytest.mark.parametrize("norm_type, norm", [(2.0, 2**0.5 * 13), (1.0, 34.0), (float("inf"), 12.0)])
+def test_a_complex_number_counts_by_its_absolute_value(norm_type, norm):
+    for mine in pool(2).run(complex_norm, norm_type):
+        close(mine, torch.tensor(norm, dtype=torch.float64))
+
+
+@pytest.mark.ranks
+@pytest.mark.parametrize("norm_type", [2.0, float("inf")])
+def test_broken_with_norms_of_their_own_ranks_clip_by_different_factors(norm_type):
+    assert len(set(pool(2).run(norm_alone, norm_type))) == 2
 
 
 def sixteen_bits():
@@ -92,17 +124,16 @@ def test_a_norm_of_16_bits_is_summed_in_32():
 
 
 def clipped(max_norm):
-    shards, both = [torch.tensor([3.0 + dist.get_rank()])], torch.tensor([12.0])
-    return clip_shards_(shards, max_norm, replicated=[both]), shards[0], both
+    shards = [torch.tensor([3.0 + dist.get_rank()])]
+    return clip_shards_(shards, max_norm), shards[0]
 
 
 @pytest.mark.ranks
-@pytest.mark.parametrize("max_norm, factor", [(6.5, 0.5), (13.1, 1.0)])
+@pytest.mark.parametrize("max_norm, factor", [(2.5, 0.5), (5.1, 1.0), (float("inf"), 1.0)])
 def test_all_ranks_clip_by_the_same_factor(max_norm, factor):
-    for rank, (norm, mine, both) in enumerate(pool(2).run(clipped, max_norm)):
-        assert norm == 13
-        right = factor * torch.tensor([3.0 + rank, 12.0])
-        torch.testing.assert_close(torch.cat([mine, both]), right, rtol=1e-6, atol=0)
+    for rank, (norm, mine) in enumerate(pool(2).run(clipped, max_norm)):
+        assert norm == 5
+        torch.testing.assert_close(mine, factor * torch.tensor([3.0 + rank]), rtol=1e-6, atol=0)
 
 
 def refused():

@@ -14,7 +14,6 @@ from dtlab.data import shard_batch
 from dtlab.errors import ConfigError
 from dtlab.models import GPT, GPTConfig, cross_entropy
 from dtlab.parallel import DistributedDataParallel, global_mean, zero, zero_buckets
-from dtlab.parallel.shared import all_gather_single
 from dtlab.parallel.zero import ZeroOptimizer
 
 CONFIG = GPTConfig(vocab_size=31, seq_length=6, hidden_size=12, num_layers=1, num_heads=3)  # tied embeddings
@@ -71,12 +70,7 @@ def serial(optimizer_class, clips):
 
 def mean_gradients(optimizer):
     """Whole again, from the ranks' shards."""
-    grads = {}
-    for bucket in optimizer.buckets:
-        whole = torch.empty_like(bucket.flat)
-        all_gather_single(whole, bucket.grad.contiguous())
-        grads.update(zip(bucket.shards.names, [view.clone() for view in bucket.shards.views(whole)]))
-    return grads
+    return {name: grad for bucket in optimizer.buckets for name, grad in bucket.shards.join(bucket.grad).items()}
 
 
 def sharded(optimizer, num_micro_batches=1, clips=False, accumulates=True, **options):
@@ -435,12 +429,13 @@ def grouped(make):
     """Weight decay for matrices only, and a learning rate that a scheduler lowers."""
     model = net()
     decays = [p for p in model.parameters() if p.dim() == 2]
-    groups = [{"params": decays, "weight_decay": 0.5}, {"params": [p for p in model.parameters() if p.dim() == 1]}]
+    others = [(name, p) for name, p in model.named_parameters() if p.dim() == 1]  # torch takes names too
+    groups = [{"params": decays, "weight_decay": 0.5}, {"params": others}]
     optimizer, inner = make(model, groups)
     scheduler = torch.optim.lr_scheduler.StepLR(inner, step_size=2, gamma=0.1)
     rank = dist.get_rank() if dist.is_initialized() else None
     for step in range(4):
-        optimizer.zero_grad()
+        optimizer.zero_grad(set_to_none=True)
         model(data(step, rank)).square().mean().backward()
         optimizer.step()
         scheduler.step()
@@ -456,7 +451,8 @@ def zero_grouped():
 
 
 def plain_grouped(model, groups):
-    optimizer = torch.optim.AdamW(groups, lr=0.1, weight_decay=0.0)
+    optimizer = torch.optim.AdamW([{**g, "params": [p[-1] if isinstance(p, tuple) else p for p in g["params"]]}
+                                   for g in groups], lr=0.1, weight_decay=0.0)  # fmt: skip
     return optimizer, optimizer
 
 
@@ -466,6 +462,51 @@ def test_groups_of_parameters_have_their_own_options_and_a_scheduler_changes_the
     for theirs, theirs_options in pool(2).run(zero_grouped):
         close(theirs, params)
         assert theirs_options == options and options[0][0] != options[1][0]
+
+
+def in_a_group(zero_stage, device=None):
+    """On ranks 2 and 0 of three (or, on a device, on all): five steps."""
+    group = None if device else dist.new_group([0, 2])
+    rank = dist.get_rank() if device else {0: 0, 2: 1}.get(dist.get_rank())
+    if rank is None:
+        return None
+    model = net().to(device)
+    optimizer = ZeroOptimizer(model, torch.optim.Adam, zero_stage=zero_stage, bucket_bytes=100, group=group, lr=0.01)
+    for step in range(5):
+        model(data(step, rank).to(device)).square().mean().backward()
+        optimizer.clip_grad_norm_(0.1)
+        optimizer.step()
+    return {name: value.cpu() for name, value in model.state_dict().items()}
+
+
+def alone():
+    model = net()
+    optimizer = torch.optim.Adam(model.parameters(), lr=0.01)
+    for step in range(5):
+        optimizer.zero_grad()
+        model(data(step)).square().mean().backward()
+        nn.utils.clip_grad_norm_(model.parameters(), 0.1)
+        optimizer.step()
+    return dict(model.state_dict())
+
+
+@pytest.mark.ranks
+@pytest.mark.parametrize("zero_stage", [1, 2])
+def test_a_group_trains_by_itself(zero_stage):
+    first, other, last = pool(3).run(in_a_group, zero_stage)
+    assert other is None
+    close(first, alone())
+    close(last, alone())
+
+
+@pytest.mark.gpu
+@pytest.mark.ranks
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="no NVIDIA GPU")
+@pytest.mark.parametrize("zero_stage", [1, 2])
+def test_on_a_gpu(zero_stage):
+    with dtlab.launch(2, device="cuda", share_gpu=torch.cuda.device_count() < 2) as ranks:
+        for params in ranks.run(in_a_group, zero_stage, "cuda"):
+            close(params, alone())
 
 
 # 16 bits
@@ -498,13 +539,14 @@ def test_weights_that_were_loaded_meanwhile_reach_the_masters():
 # what may go wrong
 
 
-def with_a_nan(zero_stage):
+def with_a_nan(zero_stage, bad):
     """On a rank: one of rank 1's gradients is not finite; then the step is skipped and the next one made."""
     model = net()
     optimizer = ZeroOptimizer(model, torch.optim.Adam, zero_stage=zero_stage, bucket_bytes=100)
     before = copy.deepcopy(model.state_dict())
     x = data(0, dist.get_rank())
-    (model(x).mean() + (model[2].weight[0, 3] * float("inf") if dist.get_rank() == 1 else 0)).backward()
+    (model(x).mean() + (model[2].weight[0, 3] * bad if dist.get_rank() == 1 else 0)).backward()
+    assert not optimizer.clip_grad_norm_(1.0).isfinite()
     try:
         optimizer.step()
     except FloatingPointError as error:
@@ -517,19 +559,19 @@ def with_a_nan(zero_stage):
 
 
 @pytest.mark.ranks
-@pytest.mark.parametrize("zero_stage", [1, 2])
-def test_a_gradient_that_is_not_finite_stops_every_rank_before_it_changes_anything(zero_stage):
-    for text, unchanged, weight in pool(3).run(with_a_nan_on_three, zero_stage):
+@pytest.mark.parametrize("zero_stage, bad", [(1, float("nan")), (2, float("inf"))])
+def test_a_gradient_that_is_not_finite_stops_every_rank_before_it_changes_anything(zero_stage, bad):
+    for text, unchanged, weight in pool(3).run(with_a_nan_on_three, zero_stage, bad):
         assert "gradient of 2.weight is NaN or infinite" in text and unchanged
         assert weight.isfinite().all()
 
 
-def with_a_nan_on_three(zero_stage):
+def with_a_nan_on_three(zero_stage, bad):
     global data
     whole = data
     data = lambda step, rank=None: whole(step)
     try:
-        return with_a_nan(zero_stage)
+        return with_a_nan(zero_stage, bad)
     finally:
         data = whole
 
@@ -607,11 +649,43 @@ def stepped_after(change):
     optimizer.step()
 
 
-def twice(zero_stage=1):
+def reduced_twice(backward, zero_stage=1, **options):
+    """What several backward passes of a step leave, each reduced."""
     model = net()
-    optimizer = make(model, zero_stage=zero_stage)
-    for _ in range(2):
-        model(data(0)).mean().backward()
+    optimizer = make(model, zero_stage=zero_stage, lr=0.1, **options)
+    backward(model, optimizer)
+    optimizer.step()
+    return dict(model.state_dict())
+
+
+def two_passes(model, _):
+    for step in range(2):
+        model(data(step)).mean().backward()
+
+
+def parts_that_share_no_parameter(model, _):
+    for part in (model[0], model[2]):
+        sum((parameter * parameter).sum() for parameter in part.parameters()).backward()
+
+
+def the_second_in_no_sync(model, optimizer):
+    model[0].weight.sum().backward()
+    with optimizer.no_sync():
+        model[2].weight.sum().backward()
+
+
+def reentrant(model, _):
+    x = data(0).requires_grad_()
+    for part in model:
+        x = torch.utils.checkpoint.checkpoint(part, x, use_reentrant=True)
+    x.mean().backward()
+
+
+def step_of_another_rate():
+    model = net()
+    optimizer = make(model, lr=0.1)
+    model(data(0)).mean().backward()
+    optimizer.param_groups[0]["lr"] *= 1 + dist.get_rank()
     optimizer.step()
 
 
@@ -621,6 +695,12 @@ def only_no_sync():
     with optimizer.no_sync():
         model(data(0)).mean().backward()
     optimizer.step()
+
+
+def with_buffer(tensor):
+    model = net()
+    model.register_buffer("shift", tensor)
+    return model
 
 
 def sparse():
@@ -653,7 +733,18 @@ REFUSED = [
     (only_no_sync, "no gradient was reduced"),
     (lambda: trained(net()).step(lambda: None), "call backward() before step()"),
     (lambda: trained(net()).clip_grad_norm_(1.0, 0), "norm_type (0) must be a number above 0"),
-    (twice, "into no_sync(), or use zero_stage=2"),
+    *((lambda backward=backward, overlap=overlap: reduced_twice(backward, overlap=overlap),
+       "into no_sync(), or use zero_stage=2; after each step call step() or zero_grad() of this object; torch.utils")
+      for backward in (two_passes, parts_that_share_no_parameter, the_second_in_no_sync, reentrant)
+      for overlap in (True, False)),
+    (lambda: stepped_after(lambda model: nn.utils.clip_grad_norm_(model.parameters(), 9)), "Clip with clip_grad_norm_"),
+    (lambda: stepped_after(lambda model: setattr(model[2].bias, "grad", model[2].bias.data)), ".grad of 2.bias was"),
+    (lambda: stepped_after(nn.Module.zero_grad), "forget with its zero_grad()"),
+    (step_of_another_rate, "ranks have different options in param_groups; here [{'lr': 0."),
+    (lambda: make(net().to("meta")), "0.weight, 0.bias, 2.weight, 2.bias on the meta device"),
+    (lambda: make(master_dtype="float32"), "master_dtype ('float32') must be None or a dtype, such as torch.float32"),
+    (lambda: make(Waves(), master_dtype=torch.float32), "what the parameters are: torch.complex128, torch.float64"),
+    (lambda: make(with_buffer(torch.ones(1).expand(3))), "elements of shift share memory"),
     (sparse, "sparse=False"),
     (lambda: stepped_after(lambda model: model.float()), "0.weight, 0.bias, 2.weight, 2.bias: added, frozen"),
     (lambda: stepped_after(lambda model: model[0].requires_grad_(False)), "0.weight, 0.bias: added, frozen"),
@@ -683,9 +774,64 @@ def test_what_cannot_work_is_refused_on_every_rank_with_the_cure():
             assert wanted in text or wanted == not_of_this and rank == 0 and text == "nothing"
 
 
+def plainly(backward):
+    """One process."""
+    model = net()
+    model.zero_stage, model.no_sync = None, contextlib.nullcontext
+    backward(model, model)
+    torch.optim.SGD(model.parameters(), lr=0.1).step()
+    return dict(model.state_dict())
+
+
 @pytest.mark.ranks
-def test_stage_2_adds_up_backward_passes_and_ignores_no_sync():
-    pool(2).run(twice, zero_stage=2)
+@pytest.mark.parametrize("backward", [two_passes, parts_that_share_no_parameter, the_second_in_no_sync, reentrant])
+def test_stage_2_adds_up_backward_passes_and_ignores_no_sync(backward):
+    for params in pool(2).run(reduced_twice, backward, zero_stage=2, bucket_bytes=100):
+        close(params, plainly(backward))
+
+
+class Waves(nn.Module):
+    """Complex and real parameters."""
+
+    def __init__(self):
+        super().__init__()
+        numbers = torch.arange(1.0, 6.0, dtype=torch.float64)
+        self.wave, self.real = nn.Parameter(torch.complex(numbers, numbers.flip(0))), nn.Parameter(numbers.clone())
+
+    def forward(self, scale):
+        return (scale * self.wave.abs() * self.real).square().sum()
+
+
+def waves(optimizer_of, scale):
+    model = Waves()
+    optimizer, clip = optimizer_of(model)
+    for _ in range(3):
+        optimizer.zero_grad()
+        model(scale).backward()
+        clip(1.0)
+        optimizer.step()
+    return dict(model.state_dict())
+
+
+def sharded_waves(zero_stage):
+    def optimizer_of(model):
+        optimizer = ZeroOptimizer(model, torch.optim.Adam, zero_stage=zero_stage, lr=0.1)
+        return optimizer, optimizer.clip_grad_norm_
+
+    return waves(optimizer_of, 1 + dist.get_rank())
+
+
+def serial_waves(model):
+    optimizer = torch.optim.Adam(model.parameters(), lr=0.1)
+    return optimizer, functools.partial(nn.utils.clip_grad_norm_, [model.wave, model.real])
+
+
+@pytest.mark.ranks
+@pytest.mark.parametrize("zero_stage", [1, 2])
+def test_complex_parameters_beside_real_ones(zero_stage):
+    right = waves(serial_waves, 2.5**0.5)  # the mean of 1 and 4
+    for params in pool(2).run(sharded_waves, zero_stage):
+        close(params, right)
 
 
 def dry_step(zero_stage):
