@@ -70,6 +70,11 @@ def buckets(sizes, bucket_bytes):
 
 def per_bucket(gradients, *bucket_bytes):
     """For each ``bucket_bytes`` two arrays: each bucket's bytes, and the seconds of backward for it."""
+    return _per_bucket(tuple(gradients), bucket_bytes)
+
+
+@functools.lru_cache(16)  # links and ranks change none of it
+def _per_bucket(gradients, bucket_bytes):
     done = np.zeros((2, len(gradients) + 1))
     np.cumsum(np.array(gradients, dtype=float).T, axis=1, out=done[:, 1:])
     sizes = [gradient.bytes for gradient in gradients]
