@@ -12,7 +12,7 @@ from dtlab.errors import ConfigError
 from dtlab.simulate.data_parallel import buckets
 from dtlab.validate import amount
 
-_WRAPPERS = ("DistributedDataParallel", "FullyShardedModule")  # torch's too
+_WRAPPERS = ("DistributedDataParallel", "FullyShardedModule", "FullyShardedDataParallel")  # torch's too
 # two collectives by their newest names, which older versions of torch do not have
 all_gather_single = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
 reduce_scatter_single = getattr(dist, "reduce_scatter_single", None) or dist.reduce_scatter_tensor
@@ -45,9 +45,10 @@ def refuse_what_is_no_model(module):
     if not isinstance(module, nn.Module):
         raise ConfigError(f"module is of type {type(module).__name__}: give a torch.nn.Module, the same on every rank")
     for name, part in module.named_modules():
-        if type(part).__name__ in _WRAPPERS:
-            raise ConfigError(f"module is or contains a {type(part).__name__} ({name or 'itself'}): gradients would be "
-                              "averaged twice. Wrap the plain model, ddp.module")
+        is_sharded = any(type(p).__name__ == "DTensor" for p in part.parameters(recurse=False))  # by fully_shard
+        if type(part).__name__ in _WRAPPERS or is_sharded:
+            raise ConfigError(f"module is or contains a {type(part).__name__} ({name or 'itself'}), whose gradients "
+                              "are averaged already: wrap the plain model, as it was before")
     for name, tensor in [*module.named_parameters(), *module.named_buffers()]:
         if any(size > 1 and stride == 0 for size, stride in zip(tensor.shape, tensor.stride())):
             raise ConfigError(f"elements of {name} share memory, so that no rank can write another's values into it "
@@ -262,13 +263,14 @@ class ShardedState(dict):
         fill: Called with this object to put everything in, now and again when it is saved or loaded.
 
     Attributes:
+        group: The ranks that have the shards; None for all.
         layout: For each key what lies where, as text: a checkpoint of another layout does not fit.
         after_load: Functions to call, on every rank, when new values are in place.
     """
 
     def __init__(self, fill=None):
         super().__init__()
-        self.layout, self.after_load, self._fill = {}, [], fill
+        self.group, self.layout, self.after_load, self._fill = None, {}, [], fill
         self.refresh()
 
     def refresh(self):
@@ -283,6 +285,7 @@ class ShardedState(dict):
         from torch.distributed.device_mesh import DeviceMesh  # half a second, which a notebook need not wait for
         from torch.distributed.tensor import DTensor, Shard
 
+        self.group = shards.group
         mesh = DeviceMesh.from_group(shards.group or dist.group.WORLD, shard.device.type)
         start = shards.rank * shards.shard_numel
         mine = shard.detach()[: max(0, min(shards.shard_numel, shards.numel - start))]  # the last ranks may have none

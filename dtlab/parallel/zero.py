@@ -208,7 +208,8 @@ class ZeroOptimizer:
         """Stage 1: backward inside only adds to ``.grad``; the first one outside sends the sum.
 
         Stage 2 has no whole gradients to add to, and no_sync changes nothing: every backward pass is reduced and added
-        to the shards. The result is the same; m micro-batches send their gradients m times.
+        to the shards. The result is the same; m micro-batches send their gradients m times. 16-bit gradients are added
+        in 16 bits by stage 1, as torch does (256 + 1 = 256 in bfloat16), in the masters' dtype by stage 2.
 
         Divide each micro-batch's loss by the number of micro-batches, as without ranks.
         """
@@ -234,24 +235,26 @@ class ZeroOptimizer:
             raise ConfigError("step(closure) would compute gradients inside the step: call backward() before step()")
         self._refuse_what_left()
         self._refuse_other_ranks(self._mean_gradients())
-        works = []
+        self._pass_ended = False  # until all is updated: no part of it twice
         for bucket in reversed(self.buckets):  # as forward uses them
             bucket.say_what_it_is()
             bucket.update(self.optimizer)
-            works.append(bucket.gather())
+            self._in_flight.append((bucket, bucket.gather(), None))
             if not self.overlap:
-                works[-1].wait()
-        for work in works:
+                self._in_flight[-1][1].wait()
+        for _, work, _ in self._in_flight:
             work.wait()
+        self._in_flight = []
         self.zero_grad()
         broadcast_tensors(self.module.buffers(), group=self.group)
 
     def zero_grad(self, set_to_none: bool = True) -> None:
         """Forget the gradients: ``.grad`` is None afterwards, whatever ``set_to_none`` is. Stage 2 frees their memory.
         """
-        for _, work, _ in self._in_flight:  # of a pass that failed: it still writes
-            work.wait()
-        self._in_flight, self._pass_ended = [], True
+        failed, self._in_flight, self._pass_ended = self._in_flight, [], True
+        for _, work, _ in failed:  # of a pass or step that failed: it still writes
+            with contextlib.suppress(RuntimeError):  # with the ranks that it needs
+                work.wait()
         for bucket in self.buckets:
             bucket.grad = None
             bucket.ready.clear()
@@ -308,8 +311,8 @@ class ZeroOptimizer:
 
     def _refuse_broken_pass(self):
         if not self._pass_ended:
-            raise ConfigError("the last backward pass failed on the way, so that some gradients are reduced and others "
-                              "not: call zero_grad() and begin the step again")
+            raise ConfigError("the last backward pass or step failed on the way, so that some gradients are reduced or "
+                              "used and others not: call zero_grad() and begin the step again")
 
     def _refuse_what_left(self):
         """Each parameter that is trained must be one that this object updates, and the other way round."""

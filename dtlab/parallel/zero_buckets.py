@@ -28,7 +28,7 @@ class ShardedBucket:
         dtype = master_dtype or (torch.float32 if self.flat.itemsize < 4 else self.flat.dtype)
         self.has_copy = dtype != self.flat.dtype
         self.master = nn.Parameter(self.mine.to(dtype))
-        self.grads, self.grad, self.ready, self.version = None, None, set(), self._version()
+        self.grads, self.grad, self.ready = None, None, set()
         self.say_what_it_is()
 
     def say_what_it_is(self):
@@ -36,9 +36,6 @@ class ShardedBucket:
         tag(self.flat, "params")
         if self.has_copy:
             tag(self.master, "optimizer_states")
-
-    def _version(self):
-        return sum(p._version for p in self.parameters)
 
     def owns(self, parameter) -> bool:
         """Whether the parameter's values stand in the flat tensor: not after ``.to()`` or another wrapper."""
@@ -102,8 +99,9 @@ class ShardedBucket:
 
     def follow(self):
         """Take over what was written into the parameters since the last step: load_state_dict, an initialisation."""
-        if self.has_copy and self.version != self._version():
-            self.master.detach().copy_(self.mine)
+        if self.has_copy:
+            master = self.master.detach()  # stays where nothing was written: it knows more than the parameter
+            master.copy_(torch.where(self.mine == master.to(self.mine.dtype), master, self.mine))
 
     def update(self, optimizer):
         """Let the optimizer update this bucket's shard: it passes over what has no gradient."""
@@ -121,7 +119,6 @@ class ShardedBucket:
         """Send this rank's new shard to all and get theirs: the call's handle."""
         if self.has_copy:
             self.mine.copy_(self.master.detach())
-        self.version = self._version()
         # all_gather, (n-1)/n * bytes of the bucket per rank
         return all_gather_single(self.flat, self.mine, group=self.shards.group, async_op=True)
 

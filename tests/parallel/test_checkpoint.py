@@ -92,7 +92,7 @@ def test_training_goes_on_identically_on_other_numbers_of_ranks_and_back(tmp_pat
         results = pool(num_ranks).run(second_part, path, start=start, zero_stage=zero_stage)
     for params in results:
         close(params, right)
-    assert sorted(os.listdir(path)) == ["checkpoint.json", "state_5"]
+    assert sorted(os.listdir(path)) == ["checkpoint.json", "dtlab_state_5"]
 
 
 @pytest.mark.ranks
@@ -228,8 +228,9 @@ def test_a_damaged_checkpoint_changes_nothing(tmp_path):
     data.write_bytes(data.read_bytes()[:200])
     for text, is_unchanged in pool(2).run(refused, path):
         assert "cannot be read from" in text and "rank 0: EOFError" in text and is_unchanged
-    (tmp_path / "checkpoint.json").write_text("{")
-    assert all("rank 0" in text and same for text, same in pool(2).run(refused, path))
+    for text in ("{", "{}", "[]", '{"folder": 1, "layout": 2}'):
+        (tmp_path / "checkpoint.json").write_text(text)
+        assert all("checkpoint.json is damaged: " in text and same for text, same in pool(2).run(refused, path))
 
 
 @pytest.mark.ranks
@@ -240,6 +241,38 @@ def test_no_checkpoint_and_no_folder_to_write_are_said_on_every_rank(tmp_path):
         pool(2).run(first_part, str(tmp_path / "file"), 0)
 
 
+@pytest.mark.ranks
+def test_what_stood_in_the_folder_before_stays(tmp_path):
+    names = ["state_7", "state_old", "dtlab_state_x"]
+    for name in names:
+        (tmp_path / name).mkdir()
+    (tmp_path / "dtlab_state_3").write_text("a file")
+    for _ in range(2):
+        pool(2).run(first_part, str(tmp_path), 0)
+    assert sorted(os.listdir(tmp_path)) == sorted([*names, "dtlab_state_3", "checkpoint.json", "dtlab_state_2"])
+
+
+def misused(path):
+    """On a rank: what is said of another path on each rank, and of what is no sharded state."""
+    model, optimizer = build()
+    state, texts = optimizer.sharded_state(), []
+    for action in (save_checkpoint, load_checkpoint):
+        for arguments in ((f"{path}/{dist.get_rank()}", state), (path, model.state_dict())):
+            try:
+                action(*arguments)
+            except ConfigError as error:
+                texts.append(str(error))
+    return texts
+
+
+@pytest.mark.ranks
+def test_other_paths_and_other_states_are_refused_on_every_rank(tmp_path):
+    for texts in pool(2).run(misused, str(tmp_path)):
+        assert all("ranks have different paths" in text and "/0, /" in text for text in texts[::2])
+        assert all("state is of type OrderedDict: give what sharded_state()" in text for text in texts[1::2])
+        assert len(texts) == 4
+
+
 def of_a_group(path):
     """On ranks 1 and 2 of three."""
     group = dist.new_group([1, 2])
@@ -248,9 +281,9 @@ def of_a_group(path):
     model, optimizer = build(seed=0, group=group)
     model(torch.ones(2, 3, dtype=torch.float64)).mean().backward()
     optimizer.step()
-    save_checkpoint(path, optimizer.sharded_state(), group=group)
+    save_checkpoint(path, optimizer.sharded_state())
     other, new = build(seed=1, group=group)
-    load_checkpoint(path, new.sharded_state(), group=group)
+    load_checkpoint(path, new.sharded_state())
     return dict(model.state_dict()), dict(other.state_dict())
 
 

@@ -512,14 +512,14 @@ def test_on_a_gpu(zero_stage):
 # 16 bits
 
 
-def small_updates(master_dtype, changes_weight):
-    """On a rank: 100 updates of -1e-3 on a bfloat16 1.0; it may be set to 3 on the way."""
-    model = nn.Linear(1, 1, bias=False, dtype=torch.bfloat16)
+def small_updates(master_dtype, change=lambda model: None):
+    """On a rank: 100 updates of -1e-3 on a bfloat16 1.0, in a bucket with a bias; on the way there is a change."""
+    model = nn.Linear(1, 1, dtype=torch.bfloat16)
     nn.init.ones_(model.weight)
     optimizer = ZeroOptimizer(model, torch.optim.SGD, master_dtype=master_dtype, lr=1e-3)
     for step in range(100):
-        if step == 50 and changes_weight:
-            model.load_state_dict({"weight": torch.full((1, 1), 3.0)})
+        if step == 50:
+            change(model)
         model.weight.sum().backward()
         optimizer.step()
     return model.weight.item(), optimizer.buckets[0].master.dtype
@@ -527,13 +527,28 @@ def small_updates(master_dtype, changes_weight):
 
 @pytest.mark.ranks
 def test_masters_in_32_bits_keep_updates_that_16_bits_lose():
-    assert pool(2).run(small_updates, None, False)[0] == (pytest.approx(0.9, rel=4e-3), torch.float32)
-    assert pool(2).run(small_updates, torch.bfloat16, False)[0] == (1.0, torch.bfloat16)
+    assert pool(2).run(small_updates, None)[0] == (pytest.approx(0.9, rel=4e-3), torch.float32)
+    assert pool(2).run(small_updates, torch.bfloat16)[0] == (1.0, torch.bfloat16)
+
+
+def loads_3(model):
+    model.load_state_dict({**model.state_dict(), "weight": torch.full((1, 1), 3.0)})
+
+
+def fills_with_3(model):
+    model.weight.data.fill_(3)  # which no version counts
+
+
+def touches(model):
+    with torch.no_grad():
+        for parameter in model.parameters():
+            parameter.clamp_(-100, 100)
 
 
 @pytest.mark.ranks
-def test_weights_that_were_loaded_meanwhile_reach_the_masters():
-    assert pool(2).run(small_updates, None, True) == [(pytest.approx(2.95, rel=4e-3), torch.float32)] * 2
+@pytest.mark.parametrize("change, weight", [(loads_3, 2.95), (fills_with_3, 2.95), (touches, 0.9)])
+def test_masters_follow_what_was_written_and_nothing_else(change, weight):
+    assert pool(2).run(small_updates, None, change) == [(pytest.approx(weight, rel=4e-3), torch.float32)] * 2
 
 
 # what may go wrong
@@ -607,6 +622,45 @@ def test_a_backward_pass_that_failed_leaves_no_half_reduced_gradients(zero_stage
     for texts, params in pool(2).run(fails_midway, zero_stage):
         assert len(texts) == zero_stage and all("call zero_grad() and begin the step again" in text for text in texts)
         close(params, dict(model.state_dict()))
+
+
+class Stumbles(torch.optim.SGD):
+    """It fails in the second bucket of the first step."""
+
+    calls = None
+
+    def step(self):
+        if self.calls is not None:
+            self.calls += 1
+            if self.calls == 2:
+                raise KeyboardInterrupt
+        super().step()
+
+
+def stumbling_step():
+    """On a rank: what a second step() says after a broken one, and zero_grad() when the ranks of a call are gone."""
+    optimizer = trained(net(), optimizer_class=Stumbles, bucket_bytes=1, lr=0.1)
+    optimizer.optimizer.calls = 0
+    with contextlib.suppress(KeyboardInterrupt):
+        optimizer.step()
+    with pytest.raises(ConfigError) as error:
+        optimizer.step()
+
+    class Gone:
+        def wait():
+            raise RuntimeError("Connection closed by peer")
+
+    optimizer._in_flight.append((optimizer.buckets[0], Gone, None))
+    optimizer.zero_grad()
+    optimizer.module(data(0)).mean().backward()
+    optimizer.step()
+    return str(error.value)
+
+
+@pytest.mark.ranks
+def test_a_step_that_was_broken_off_is_not_made_again_in_part():
+    for text in pool(2).run(stumbling_step):
+        assert "backward pass or step failed on the way" in text
 
 
 def copies():
