@@ -20,7 +20,7 @@ from torch.autograd.graph import register_multi_grad_hook
 from torch.utils._pytree import tree_leaves, tree_map_only
 
 from dtlab.errors import ConfigError
-from dtlab.parallel.fsdp_units import Flat, first_values, units_of
+from dtlab.parallel.fsdp_units import Flat, close_parts, first_values, refuse_dtypes, refuse_what_is_lost, units_of
 from dtlab.parallel.shared import (
     FlatShards,
     ShardedState,
@@ -31,7 +31,6 @@ from dtlab.parallel.shared import (
     refuse_different_models,
     refuse_what_is_no_model,
 )
-from dtlab.record import tag
 
 
 class FullyShardedModule(nn.Module):
@@ -42,8 +41,8 @@ class FullyShardedModule(nn.Module):
     model in float32. Gradients, the mean over the ranks, stand in the shards' ``.grad``; each backward pass adds.
 
     Communication on each rank: 3 (n-1)/n Psi elements sent a step: all_gather in forward and in backward,
-    reduce_scatter in backward; 2 of frozen parameters. Others keep the last unit whole between forward and backward,
-    which saves one gather of it.
+    reduce_scatter in backward; 2 of frozen parameters. Torch's ``fully_shard`` keeps the root's unit whole between
+    forward and backward, which saves one gather of it.
 
     Memory on each rank: Psi / n parameters, gradients and each optimizer state. Whole at once are the root's unit and
     one more, with ``prefetch`` two, and the gradients of two.
@@ -64,16 +63,23 @@ class FullyShardedModule(nn.Module):
             ``init(name, shape)`` for the values of each parameter (a dry recording needs none).
 
     Raises:
-        ConfigError: no module, without parameters, or wrapped already; ranks have different models; a unit that is no
-            part of it; a meta parameter without values. Later: a parameter used outside of its unit's forward, added,
-            frozen, moved or converted after wrapping, or changed between forward and backward.
+        ConfigError: no module, without parameters, or wrapped already; ranks have different models, units or options;
+            a unit that is no part of it or has no forward; a meta parameter without values; no floating-point dtype.
+            Later: a parameter used outside of its unit's forward, added, frozen, moved or converted after wrapping, or
+            changed between forward and backward; a gradient used inside of ``no_sync`` or after a backward pass that
+            failed (``zero_grad()`` gives it up).
 
-    All ranks call the same units in the same order. A parameter without gradient counts as zero, if another
-    one in its shard has one.
+    All ranks call the same units in the same order, in backward too (none may detach an output that others do not):
+    nothing tells units of equal size apart. A parameter without gradient counts as zero, if another one in its shard
+    has one. ``state_dict``, ``load_state_dict`` and what else would see one rank's part for the whole are refused:
+    norms of a shard's ``.grad``, ``parameters()`` of a part of ``module``, parameters from before wrapping.
 
-    Not here: a loss made of what a unit computes with its parameters and does not return (backward would not know that
-    they are needed), outputs in classes that torch's pytree does not know, ``create_graph=True``, options of the
-    optimizer for some parameters of a unit, optimizers that need whole matrices (Muon, Adafactor).
+    Buffers are each rank's own while it trains; what is saved or returned is the first rank's, which all get then.
+
+    Not here: a loss whose backward needs parameters of a unit, if it is made of nothing that the unit returns (torch
+    says that they "have been modified by an inplace operation": they are gone), ``create_graph=True``, hooks on
+    parameters, options of the optimizer for some parameters of a unit, optimizers that need whole matrices or norms
+    (Muon, Adafactor, LBFGS), loss scaling for float16.
 
     Source: Rajbhandari et al. 2020, arXiv:1910.02054, section 7.2.2; Zhao et al. 2023, arXiv:2304.11277, section 3.
     """
@@ -83,12 +89,14 @@ class FullyShardedModule(nn.Module):
                  reduce_dtype: torch.dtype | None = None, device=None, init=None):  # fmt: skip
         super().__init__()
         refuse_what_is_no_model(module)
-        _, self.dp_size = place_in(group)
-        refuse_different_models(module, group, prefetch=prefetch, reshard_after_forward=reshard_after_forward,
-                                param_dtype=param_dtype, reduce_dtype=reduce_dtype)  # fmt: skip
+        refuse_dtypes(param_dtype=param_dtype, reduce_dtype=reduce_dtype)
+        place_in(group)
+        self._units = units_of(module, units)  # the root first
+        refuse_different_models(module, group, units=[unit.name for unit in self._units], prefetch=prefetch,
+                                reshard_after_forward=reshard_after_forward, param_dtype=param_dtype,
+                                reduce_dtype=reduce_dtype)  # fmt: skip
         self.module, self.group, self.param_dtype = module, group, param_dtype
         self.prefetch, self.reshard_after_forward = prefetch, reshard_after_forward
-        self._units = units_of(module, units)  # the root first
         self._shard(functools.partial(first_values, device=device, init=init, group=group), reduce_dtype)
         for unit in self._units:
             before, after = (functools.partial(f, unit) for f in (self._before_forward, self._after_forward))
@@ -103,10 +111,9 @@ class FullyShardedModule(nn.Module):
     def _shard(self, values_of, reduce_dtype):
         """Give every parameter to a unit: the first rank's values, of which this rank keeps its part."""
         names = {parameter: name for name, parameter in self.module.named_parameters()}
-        if not names:
-            raise ConfigError(f"module ({type(self.module).__name__}) has no parameters: there is nothing to shard")
+        refuse_what_is_lost(self.module)
         state = self.module.state_dict(keep_vars=True)
-        self._keys = {key: names[value] for key, value in state.items() if value in names}  # tied: several a name
+        self._keys = {key: names.get(value) for key, value in state.items()}  # tied: several a name; None: a buffer
         owners = {part: unit for unit in self._units for part in unit.module.modules()}  # inner ones come last
         places, kinds = {parameter: [] for parameter in names}, {}
         for part in self.module.modules():
@@ -129,8 +136,14 @@ class FullyShardedModule(nn.Module):
             self.shards[name] = nn.Parameter(layout.shard_of(whole).clone(), requires_grad=trains)
             flat = Flat(layout, self.shards[name], self.param_dtype, reduce_dtype)
             unit.add(name, flat, [places[parameter] for parameter in parameters])
-        broadcast_tensors(self.module.buffers(), group=self.group)
+            for leaf in flat.leaves if trains else ():
+                leaf.register_hook(self._begin_pass)  # where no output was used: a loss that a unit keeps
+        self._share_buffers()
+        self.state_dict = self.load_state_dict = close_parts(self.module)
         self._as_wrapped = self._described()
+
+    def _share_buffers(self):
+        broadcast_tensors(self.module.buffers(), group=self.group)
 
     # forward
 
@@ -139,7 +152,6 @@ class FullyShardedModule(nn.Module):
         if _in_backward():  # computed again
             return self.module(*args, **kwargs)
         self._refuse_what_changed()
-        self._forget_failed_pass()
         self._free_all()
         self._started, self._latest = [], None
         try:
@@ -178,6 +190,10 @@ class FullyShardedModule(nn.Module):
 
     def _after_forward(self, unit, _module, args, kwargs, outputs):
         """Free a unit, and let its outputs tell when its backward begins."""
+        for leaf in tree_leaves(outputs):
+            if not isinstance(leaf, torch.Tensor) and _differentiable(list(getattr(leaf, "__dict__", {}).values())):
+                raise ConfigError(f"{unit.name or 'the model'} returns tensors in a {type(leaf).__name__}, where they "
+                                  "are not found: return tuples or dicts, or register the class in torch's pytree")
         outputs = tree_map_only(torch.Tensor, unit.own, outputs)
         if self._frees_after_forward():
             unit.free()
@@ -192,8 +208,7 @@ class FullyShardedModule(nn.Module):
 
     def _before_backward(self, unit, following, versions, _gradient):
         """The gradient of an output is there: gather the unit again, and begin with the one that comes next."""
-        if self._end_of_pass is None or self._end_of_pass() is None:  # no pass is under way, or one that has failed
-            self._begin_pass()
+        self._begin_pass()
         unit.open += 1
         if versions != unit.versions():
             raise ConfigError(f"parameters of {unit.name or 'the root'} were changed between forward and backward (by "
@@ -203,9 +218,17 @@ class FullyShardedModule(nn.Module):
         if self.prefetch and following is not None:
             following.start()
 
-    def _begin_pass(self):
-        """Ask autograd to call ``_finish`` at the end of this backward pass."""
+    def _begin_pass(self, _gradient=None):
+        """Ask autograd to call ``_finish`` at the end of this backward pass. Until then no gradient is complete."""
+        if self._end_of_pass is not None and self._end_of_pass() is not None:
+            return  # it has begun
+        trained = [flat for flat in self._flats().values() if flat.shard.requires_grad]
+        if self._end_of_pass is not None and any(flat.is_pending() for flat in trained):
+            raise ConfigError("the last backward pass failed on the way, so that some gradients are in and others not: "
+                              "call zero_grad() and begin the step again")
         self._forget_failed_pass()
+        for flat in trained:
+            flat.begin_pass()
         # Subtle: autograd alone holds this object, so that it also goes with a pass that fails
         finish = functools.partial(FullyShardedModule._finish, self)
         self._end_of_pass = weakref.ref(finish)
@@ -220,54 +243,47 @@ class FullyShardedModule(nn.Module):
     @torch.no_grad()
     def _release(self, unit):
         """Free a unit and send its gradients."""
-        unit.open, unit.keeps = 0, not self._is_syncing
+        unit.open = 0
         unit.free()
         for flat in unit.flats.values():
-            if unit.keeps:
-                for leaf in flat.leaves:
-                    if leaf.grad is not None:
-                        tag(leaf.grad, "grads")
+            if not self._is_syncing:
+                flat.keep_gradients()
             elif sent := flat.send_gradients():
                 self._take_reduced()  # those of the unit before had its time to travel: now their memory goes
-                self._reducing.append((flat.shard, *sent))
+                self._reducing.append((flat, *sent))
 
     def _take_reduced(self):
         """Wait for gradients on their way and add them to those that are there."""
         while self._reducing:
-            shard, work, mine, _ = self._reducing.pop()
+            flat, work, mine, _ = self._reducing.pop()
             work.wait()
-            if shard.grad is None:
-                shard.grad = tag(mine.to(shard.dtype), "grads")
-            else:
-                shard.grad += mine
+            flat.add(mine)
 
     @torch.no_grad()
     def _finish(self):
         """At the end of a backward pass: the root, and others whose inputs have no gradient."""
-        self._end_of_pass = None
         for unit in reversed(self._units):
             self._release(unit)
         self._take_reduced()
+        for flat in self._flats().values():
+            flat.end_pass()
+        self._end_of_pass = None
 
     def _forget_failed_pass(self):
-        """Drop what a backward pass that did not come to its end has on its way; ``zero_grad`` drops the rest."""
-        if self._end_of_pass is None:
-            return
-        with contextlib.suppress(RuntimeError):  # the group may be gone
-            for _, work, *_ in self._reducing:
+        """Drop what a backward pass that did not come to its end has on its way."""
+        reducing, self._reducing, self._end_of_pass = self._reducing, [], None
+        for _, work, *_ in reducing:
+            with contextlib.suppress(RuntimeError):  # failed with another rank
                 work.wait()
-        self._reducing, self._end_of_pass = [], None
         for unit in self._units:
             unit.open = 0
-            if not unit.keeps:
-                unit.drop_gradients()
 
     @contextlib.contextmanager
     def no_sync(self):
         """Backward inside keeps whole gradients on every rank, Psi elements; the first backward outside sends the sum.
 
         Divide each micro-batch's loss by the number of micro-batches, as without ranks. Without ``no_sync`` the result
-        is the same: each micro-batch is sent, and a rank keeps Psi / n. ``zero_grad()`` of this object drops both.
+        is the same: each micro-batch is sent, and a rank keeps Psi / n.
         """
         before, self._is_syncing = self._is_syncing, False
         try:
@@ -278,17 +294,18 @@ class FullyShardedModule(nn.Module):
     # around a step
 
     def zero_grad(self, set_to_none: bool = True) -> None:
-        """Forget gradients, whole ones of ``no_sync`` too."""
+        """Forget gradients, whole ones of ``no_sync`` too. The optimizer's does the same."""
+        self._forget_failed_pass()
+        for flat in self._flats().values():
+            flat.drop()
         super().zero_grad(set_to_none)
-        for unit in self._units:
-            unit.drop_gradients()
 
     def clip_grad_norm_(self, max_norm: float, norm_type: float = 2.0) -> torch.Tensor:
         """Scale the gradient so that the norm of the whole one is ``max_norm`` at most; the norm before.
 
         One all_reduce of one number: all ranks get the same norm, NaN too, and scale by the same factor.
         """
-        grads = [shard.grad for shard in self.parameters() if shard.grad is not None]
+        grads = [shard.grad.detach() for shard in self.parameters() if shard.grad is not None]
         if not grads:
             raise ConfigError("there is no gradient to clip: call backward() outside no_sync() first")
         return clip_shards_(grads, max_norm, group=self.group, norm_type=norm_type)
@@ -325,43 +342,32 @@ class FullyShardedModule(nn.Module):
     @torch.no_grad()
     def full_state_dict(self) -> dict:
         """``module``'s own state dict with whole parameters, in the shards' dtype, on every rank; all call together."""
-        whole, state = {}, self.module.state_dict()  # what is left there: buffers
+        whole = {}
+        self._share_buffers()
         for flat in self._flats().values():
             whole.update(zip(flat.layout.names, flat.copies(flat.shard.dtype)))
-        return {**{key: whole[name] for key, name in self._keys.items()}, **state}
+        return {key: whole[name] if name else self.module.get_buffer(key) for key, name in self._keys.items()}
 
-    @torch.no_grad()
     def sharded_state(self, optimizer: torch.optim.Optimizer | None = None) -> ShardedState:
         """Shards, buffers and, with ``optimizer``, its states, for ``save_checkpoint`` and ``load_checkpoint``.
 
         Raises:
             ConfigError: the optimizer has other parameters than the shards.
         """
-        state = ShardedState()
-        if optimizer is not None:
-            self._make_states(optimizer)
-        for name, flat in self._flats().items():
-            state.add_shard(f"{name}.parameters", flat.shard, flat.layout)
-            if optimizer is not None:
-                state.add_optimizer(name, optimizer.state.get(flat.shard, {}), flat.layout)
-        for name, buffer in self.module.named_buffers():
-            state.add_whole(f"buffers.{name}", buffer)
-        return state
-
-    def _make_states(self, optimizer):
-        """States to load into, zeros: torch's optimizers make theirs in their first step, here another's."""
-        mine, theirs = set(self.parameters()), [p for group in optimizer.param_groups for p in group["params"]]
+        mine, theirs = set(self.parameters()), [p for g in getattr(optimizer, "param_groups", ()) for p in g["params"]]
         if strangers := [p for p in theirs if p not in mine]:
             raise ConfigError(f"{len(strangers)} of the optimizer's {len(theirs)} parameters are no shards: make it "
                               "after wrapping, from the FullyShardedModule's parameters()")
-        for group in optimizer.param_groups:
-            for shard in (p for p in group["params"] if p.requires_grad and not optimizer.state.get(p)):
-                zeros = nn.Parameter(torch.zeros_like(shard))
-                zeros.grad = torch.zeros_like(shard)
-                other = type(optimizer)([{**group, "params": [zeros]}])
-                other.step()
-                states = optimizer.state[shard] = other.state[zeros]
-                torch._foreach_zero_([value for value in states.values() if isinstance(value, torch.Tensor)])
+        return ShardedState(functools.partial(self._fill, optimizer, set(theirs)))
+
+    def _fill(self, optimizer, theirs, state):
+        self._share_buffers()
+        for name, flat in self._flats().items():
+            state.add_shard(f"{name}.parameters", flat.shard, flat.layout)
+            if flat.shard in theirs and flat.shard.requires_grad:
+                state.add_states(name, optimizer, flat.shard, flat.layout)
+        for name, buffer in self.module.named_buffers():
+            state.add_whole(f"buffers.{name}", buffer)
 
     def _flats(self):
         return {name: flat for unit in self._units for name, flat in unit.flats.items()}
@@ -372,6 +378,8 @@ class FullyShardedModule(nn.Module):
 
     def _refuse_what_changed(self):
         """Shards must be as they were wrapped, and modules without parameters of their own."""
+        for unit in self._units:
+            unit.refuse_others()
         now, then = self._described(), self._as_wrapped
         for name in now if now != then else ():
             if now[name] != then.get(name):

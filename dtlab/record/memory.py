@@ -147,9 +147,10 @@ class Memory:
             if issubclass(type(obj), torch.Tensor):
                 for part in plain(obj):
                     self._note(part)
-                    if part.is_leaf and part.grad is not None:
-                        for grad in plain(part.grad):
-                            self._note(grad)
+                    with torch._C.DisableTorchFunctionSubclass():  # a class may refuse to show its .grad
+                        grads = plain(part.grad) if part.is_leaf and part.grad is not None else ()
+                    for grad in grads:
+                        self._note(grad)
         self._walk(roots, 4, set())
 
     def _note(self, tensor):
@@ -168,8 +169,9 @@ class Memory:
         elif isinstance(obj, torch.Tensor):
             self.label(obj, "other")
         elif isinstance(obj, torch.nn.Module):
-            for tensor in (*obj.parameters(), *obj.buffers()):
-                self._walk(tensor, 0, seen)
+            for part in obj.modules():  # Subtle: .parameters() of a part of a sharded model is refused
+                for tensor in (*part._parameters.values(), *part._buffers.values()):
+                    self._walk(tensor, 0, seen)
         elif isinstance(obj, torch.optim.Optimizer):
             self.meet_optimizer(obj)
         elif isinstance(obj, types.FunctionType):
