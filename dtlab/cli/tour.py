@@ -172,7 +172,8 @@ def zero(job: Job, zero_stage: int = 1) -> Trained:
         optimizer.step()
         return add_over_ranks(loss)
 
-    return train(job, model, step)._replace(grads=lambda: joined(shards))
+    joined = lambda: {name: whole for layout, shard in shards for name, whole in layout.join(shard).items()}
+    return train(job, model, step)._replace(grads=joined)
 
 
 def fully_sharded(job: Job) -> Trained:
@@ -193,16 +194,6 @@ def fully_sharded(job: Job) -> Trained:
         return params()
 
     return with_replica(job, wrap)._replace(params=params, grads=grads)
-
-
-def joined(shards) -> dict:
-    """Whole gradients by name, from those that lie cut over the ranks: ``[(FlatShards, this rank's shard), ...]``."""
-    whole = {}
-    for layout, shard in shards:
-        everyones = [torch.empty_like(shard) for _ in range(layout.dp_size)]
-        dist.all_gather(everyones, shard)
-        whole.update(zip(layout.names, layout.views(torch.cat(everyones))))
-    return whole
 
 
 def add_over_ranks(loss: torch.Tensor) -> torch.Tensor:

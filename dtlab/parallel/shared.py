@@ -93,12 +93,10 @@ class Bucket:
     """
 
     def __init__(self, tensors):
-        self.tensors, self.views, self.ready = list(tensors), [], set()
-        first, start = self.tensors[0], 0
-        self.flat = torch.empty(sum(t.numel() for t in self.tensors), dtype=first.dtype, device=first.device)
-        for tensor in self.tensors:
-            self.views.append(self.flat[start : start + tensor.numel()].view(tensor.shape))
-            start += tensor.numel()
+        self.tensors, self.ready = list(tensors), set()
+        first, shapes = self.tensors[0], [t.shape for t in self.tensors]
+        self.flat = torch.empty(sum(s.numel() for s in shapes), dtype=first.dtype, device=first.device)
+        self.views = _pieces(self.flat, shapes)
 
     def is_full(self) -> bool:
         """Whether every gradient is there."""
@@ -153,6 +151,10 @@ def broadcast_tensors(tensors, *, group_src: int = 0, group=None, bucket_bytes: 
         torch._foreach_copy_(part, bucket.views)
 
 
+def _pieces(flat, shapes):
+    return [piece.view(shape) for piece, shape in zip(flat.split([shape.numel() for shape in shapes]), shapes)]
+
+
 class FlatShards:
     """How tensors lie end to end in one flat tensor of which each rank keeps an equal part, its shard.
 
@@ -190,8 +192,7 @@ class FlatShards:
 
     def views(self, flat: torch.Tensor) -> list:
         """The pieces of a flat tensor in the tensors' shapes: the same memory, no padding."""
-        pieces = flat[: self.numel].split([shape.numel() for shape in self.shapes])
-        return [piece.view(shape) for piece, shape in zip(pieces, self.shapes)]
+        return _pieces(flat[: self.numel], self.shapes)
 
     def join(self, shard: torch.Tensor) -> dict:
         """Name -> tensor, put together from the shards of all ranks, which call together."""
@@ -268,17 +269,16 @@ class ShardedState(dict):
         after_load: Functions to call, on every rank, when new values are in place.
     """
 
-    def __init__(self, fill=None):
+    def __init__(self, fill):
         super().__init__()
-        self.group, self.layout, self.after_load, self._fill = None, {}, [], fill
+        self._fill = fill
         self.refresh()
 
     def refresh(self):
         """Take what stands there now: an optimizer's step may have put other tensors in place."""
-        if self._fill is not None:
-            self.clear()
-            self.layout, self.after_load = {}, []
-            self._fill(self)
+        self.clear()
+        self.group, self.layout, self.after_load = None, {}, []
+        self._fill(self)
 
     def add_shard(self, key: str, shard: torch.Tensor, shards: FlatShards):
         """Add this rank's [shard_numel] of a flat tensor that lies as ``shards`` says."""
@@ -300,27 +300,16 @@ class ShardedState(dict):
     def add_states(self, key: str, optimizer: torch.optim.Optimizer, parameter: torch.Tensor, shards: FlatShards):
         """Add an optimizer's states of ``parameter``, a shard; before its first step such as it will have.
 
-        After loading the optimizer has states if the saved one had: torch's begin with others than zeros.
+        States are shards as the parameter is, or scalars, whole. After loading the optimizer has some if the saved one
+        had: what it begins with is its own affair.
+
+        Raises:
+            ConfigError: a state that is no tensor, or neither a scalar nor of the shard's shape.
         """
         states = optimizer.state.get(parameter)
         has_states = torch.tensor(bool(states))
         states = states or _states_to_load_into(optimizer, parameter)
         self.add_whole(f"{key}.has_states", has_states)
-        self.add_optimizer(key, states, shards)
-
-        def put():
-            optimizer.state.pop(parameter, None)
-            if has_states:
-                optimizer.state[parameter] = states
-
-        self.after_load.append(put)
-
-    def add_optimizer(self, key: str, states: dict, shards: FlatShards):
-        """Add an optimizer's states of one shard, ``optimizer.state[parameter]``: shards as such, scalars whole.
-
-        Raises:
-            ConfigError: a state that is no tensor, or neither a scalar nor of the shard's shape.
-        """
         for name, value in states.items():
             if isinstance(value, torch.Tensor) and value.shape == (shards.shard_numel,):
                 self.add_shard(f"{key}.{name}", value, shards)
@@ -330,6 +319,13 @@ class ShardedState(dict):
                 is_what = list(value.shape) if isinstance(value, torch.Tensor) else type(value).__name__
                 raise ConfigError(f"the optimizer's state {name!r} is {is_what}; a checkpoint takes tensors, a number "
                                   f"torch.tensor(0.) or of the shard's shape [{shards.shard_numel}]")
+
+        def put():
+            optimizer.state.pop(parameter, None)
+            if has_states:
+                optimizer.state[parameter] = states
+
+        self.after_load.append(put)
 
 
 def _states_to_load_into(optimizer, parameter):

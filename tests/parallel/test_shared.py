@@ -136,11 +136,18 @@ def test_all_ranks_clip_by_the_same_factor(max_norm, factor):
         torch.testing.assert_close(mine, factor * torch.tensor([3.0 + rank]), rtol=1e-6, atol=0)
 
 
+def state_of(states):
+    parameter = torch.nn.Parameter(torch.zeros(4))
+    optimizer = torch.optim.SGD([parameter])
+    optimizer.state[parameter] = states
+    return ShardedState(lambda state: state.add_states("0", optimizer, parameter, FlatShards(NAMED)))
+
+
 def refused():
     texts = []
     for states in ({"step": 3}, {"rows": torch.zeros(2)}):
         try:
-            ShardedState().add_optimizer("0", states, FlatShards(NAMED))
+            state_of(states)
         except ConfigError as error:
             texts.append(str(error))
     for norm_type in (0, -1, float("nan"), "2"):
