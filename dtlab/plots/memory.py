@@ -8,7 +8,6 @@ from dtlab.simulate.tables import live_bytes
 from dtlab.theory.units import in_binary_units
 
 _WIDTH, _TOP, _HEIGHT, _LEFT, _RIGHT, _COLUMN = 650, 46, 170, 66, 12, 2
-_KINDS = [*CATEGORIES[:-1], "temporary"]  # of COLOURS
 _WORDS = {"optimizer_states": "optimizer states"}
 
 
@@ -35,14 +34,14 @@ def memory(recording, *, rank=None):
     most = max(map(sum, places))
     step = tick_step(most * 1.05 / 2**20, 3) * 2**20
     top, bottom = step * -(-most * 1.05 // step), _TOP + _HEIGHT
-    parts = list(legend(_KINDS, _LEFT, words=_WORDS))
+    parts = list(legend(CATEGORIES, _LEFT, words=_WORDS))
     for number in range(round(top / step) + 1):
         y = round(bottom - number * step / top * _HEIGHT, 1)
         parts += [line(_LEFT, y, _WIDTH - _RIGHT, y, stroke="#C8C8C8", width=1),
                   label(_LEFT - 6, y + 4, f"{number * step / 2**20:.4g}", anchor="end")]
     for depth in range(len(CATEGORIES), 0, -1):  # the whole first, then what lies below covers it
         parts.append(_area([bottom - sum(place[:depth]) / top * _HEIGHT for place in places], bottom,
-                           COLOURS[_KINDS[depth - 1]]))  # fmt: skip
+                           COLOURS[CATEGORIES[depth - 1]]))  # fmt: skip
     for (place, name), (end, _) in zip(phases, [*phases[1:], (len(places), "")]):
         x, room = _LEFT + place * _COLUMN, (end - place) * _COLUMN
         parts += [line(x, _TOP - 14, x, bottom, dash="3 3", width=1),

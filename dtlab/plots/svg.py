@@ -7,10 +7,10 @@ COLOURS = {
     "backward": "#D55E00", "grads": "#D55E00",
     "weight_grads": "#CC79A7",
     "optimizer": "#E69F00", "optimizer_states": "#E69F00",
-    "scores": "#56B4E9",
+    "scores": "#F0E442",
     "communication": "#009E73",
     "params": "#4D4D4D",
-    "temporary": "#E4E4E4",
+    "other": "#E4E4E4",
     "outline": "#222222", "idle": "#FFFFFF", "paper": "#FFFFFF",
 }
 
@@ -39,7 +39,8 @@ class Svg:
 
 
 def document(parts, *, width, height, title, text):
-    """Join shapes to one ``Svg`` with a title for screen readers and a white ground for dark themes."""
+    """Join shapes to one ``Svg`` with a title for screen readers (else the first line of its text) on white ground."""
+    title = title or text.strip().partition("\n")[0] or "picture"
     head = (f'<svg xmlns="http://www.w3.org/2000/svg" viewBox="0 0 {width} {height}" width="{width}" height="{height}" '
             f'role="img" aria-label="{escape(title, quote=True)}" font-family="sans-serif" font-size="12">')
     ground = f'<rect width="{width}" height="{height}" fill="{COLOURS["paper"]}"/>'
@@ -98,9 +99,10 @@ def arrow(x1, y1, x2, y2, *, stroke=COLOURS["outline"], dash=None, width=1.5, bo
 
 
 def letter(kind, x, y, size=13):
-    """The letter of a kind of ``COLOURS``, about a middle."""
+    """The letter of a kind of ``COLOURS``, about a middle; none for other, since O is the optimizer's."""
     fill = COLOURS["paper" if kind == "params" else "outline"]
-    return label(round(x, 1), round(y + 4.7, 1), kind[0].upper(), anchor="middle", size=size, weight="bold", fill=fill)
+    said = "" if kind == "other" else kind[0].upper()
+    return label(round(x, 1), round(y + 4.7, 1), said, anchor="middle", size=size, weight="bold", fill=fill)
 
 
 def diamond(x, y):

@@ -34,7 +34,8 @@ def memory():
     """
     return Explorer(draw_memory, CONTROLS, first={"seq_length": 2048, "model": "7.5B"}, last={"seq_length": 8192},
                     move="Drag the sequence from 2,048 to 8,192: the score matrices (S) grow 16 times, all else of the "
-                         "activations (A) 4 times. Then switch the score matrices off.")  # fmt: skip
+                         "activations (A) 4 times, like the table of positions in the states. Then tick flash "
+                         "attention.")  # fmt: skip
 
 
 CONTROLS = {
@@ -81,13 +82,16 @@ def draw_memory(seq_length, flash_attention, recompute, micro_batch_size, recipe
                                        **choices)  # fmt: skip
     sums = [sum(states.values()), sum(activations.values())]
     total, more = sum(sums), recompute_flops_factor(shape, RECOMPUTE[recompute]) - 1
-    parts = {name: [value / 1e9, 0, value / 1e9] for name, value in states.items()}
-    parts |= {name: [0, value / 1e9, value / 1e9] for name, value in activations.items()}
+    parts = {name: [value / 1e9, 0, 0, value / 1e9] for name, value in states.items()}
+    parts["activations"] = [0, without / 1e9, 0, without / 1e9]
+    parts["scores"] = [0, 0, (kept - without) / 1e9, (kept - without) / 1e9]
     numbers = {"states": states, "activations": activations, "layer_bytes": layer, "total_bytes": total,
                "fits": fits(total), "extra_flops": more}  # fmt: skip
-    said = (f"{model}: {gb(sums[0])} GB of states + {gb(sums[1])} GB of activations (a layer "
-            f"{in_units(layer, 'B')}) = {gb(total)} GB; {fits_text(total)}. Recomputation adds {more:.0%} FLOPs.")
-    picture = stacked(["states", "activations", "together"], parts, texts=[f"{gb(b)} GB" for b in (*sums, total)],
-                      x="memory of one device [GB]", top=_TOP_GB, words=WORDS, limits=limits_gb(), said="devices:",
-                      marked=2, title="Memory of training on one device", text=said)  # fmt: skip
+    said = (f"{model}: {gb(sums[0])} GB of states + {gb(sums[1])} GB of activations ({gb(kept - without)} of them "
+            f"scores; a layer {in_units(layer, 'B')}) = {gb(total)} GB; {fits_text(total)}. Recomputation adds "
+            f"{more:.0%} FLOPs.")
+    picture = stacked(["states", "activations", "scores", "together"], parts, x="memory of one device [GB]",
+                      texts=[f"{gb(its)} GB" for its in (sums[0], *activations.values(), total)], top=_TOP_GB,
+                      words=WORDS, limits=limits_gb(), said="devices:", marked=3,
+                      title="Memory of training on one device", text=said)  # fmt: skip
     return picture, numbers

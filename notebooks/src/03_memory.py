@@ -5,12 +5,13 @@
 #
 # | You will build | Needs | Runs on | Takes | Works on |
 # |---|---|---|---|---|
-# | an account of a step's memory and FLOPs; recomputation by hand | [02](../notebooks/02_data_parallel.ipynb), Part A | 4 ranks on CPU | A 35 min, B 25 min | Linux; Windows through WSL2; macOS and Colab: not tried |
+# | an account of a step's memory and FLOPs; recomputation by hand | [02](../notebooks/02_data_parallel.ipynb), Part A; for Part B all of it | 4 ranks on CPU | A 35 min, B 25 min | Linux; Windows through WSL2; macOS and Colab: not tried |
 #
 # Words are explained in the [glossary](../notebooks/GLOSSARY.md). The first cell imports what the lesson uses:
 
 # %% name="imports" tags=["timing"]
 import functools
+import math
 from dataclasses import replace
 
 import psutil
@@ -61,6 +62,8 @@ print(f"{num_params / 1e9:.2f} billion parameters: {states / 1e9:.1f} GB of stat
 # **Model states** live from step to step: for each of $\Psi$ parameters $w$ bytes of weight, $g$ of gradient and $o$ of
 # optimizer state. **Activations** live from forward to backward: $A$ bytes that each of $L$ layers keeps for its
 # gradient, which grow with $s$ tokens, $b$ sequences and the hidden size $h$. (GB is $10^9$ bytes here, MiB $2^{20}$.)
+#
+# In **mixed precision** forward and backward compute in 16 bits; the optimizer updates **master weights** in 32 (why: Part B).
 
 # %% name="question-1" tags=["exact", "folded"]
 # Question 03.1: run me
@@ -148,7 +151,7 @@ dtlab.reveal("03.1", f"{sum(theory.model_state_bytes(1e9).values()) / 1e9:.0f}")
 plots.memory(recording)
 
 # %% [markdown]
-# Forward piles up activations; backward takes them off, last layer first, while gradients come. Adam's states appear at the
+# Forward piles up activations; backward takes them off, last layer first, as gradients come. Adam's states appear at the
 # end of the first step and stay: *one step does not show the peak*. Nor is the peak the sum of all: where activations are
 # most, `zero_grad` has freed the gradients.
 #
@@ -165,7 +168,7 @@ plots.memory(recording)
 #
 # $$A = sbh \left( 34 + 5 \frac{as}{h} \right) \quad \text{bytes}$$
 #
-# Bytes: nothing is to be multiplied by 2 again. A dry recording needs no memory, so here is one layer at real size, with
+# Bytes: multiply nothing by 2 again. A dry recording needs no memory, so here is one layer at real size, with
 # 2,048 and 8,192 tokens; with the matrices of scores, and with flash attention, which computes them piece by piece and
 # keeps none:
 
@@ -191,7 +194,7 @@ for scores in (True, False):
 # %% [markdown]
 # Four times the tokens: 12 times the bytes with scores, 4 times without. Beyond the formula, the recording has the mask of
 # the future, $s^2$ bytes, and the norms' statistics. (The function's first line takes masks of 1 byte, as on a GPU; on a CPU
-# `F.dropout` keeps 2.)
+# `F.dropout` keeps 2. A dry recording has a process of its own, so nothing is replaced in the kernel.)
 #
 # ## Is it right?
 #
@@ -203,13 +206,10 @@ tokens, h = 8 * config.seq_length, config.hidden_size
 activations = tokens * (config.num_layers * 64 * h + 8 * h + 4 * config.vocab_size)
 predicted = formula["params"] + formula["optimizer_states"] + activations
 
-def compare(what, recording):
-    peak = recording.memory().loc[0]
-    print(f"{what}: predicted {predicted / 1e6:.1f} MB, recorded {peak.peak / 1e6:.1f}, off by "
-          f"{peak.peak / predicted - 1:+.0%}; activations {activations / 1e6:.1f}, recorded "
-          f"{peak.activations / 1e6:.1f}; other {peak.other / 1e6:.1f}")
-
-compare("two steps", recording)
+peak = table.loc[0]
+print(f"predicted {predicted / 1e6:.1f} MB, recorded {peak.peak / 1e6:.1f}, off by "
+      f"{peak.peak / predicted - 1:+.0%}; activations {activations / 1e6:.1f}, recorded "
+      f"{peak.activations / 1e6:.1f}; other {peak.other / 1e6:.1f}")
 
 # %% [markdown]
 # Within 5 %. *Other* was not predicted: gradients on their way, here of the loss and the logits, and the data.
@@ -217,14 +217,16 @@ compare("two steps", recording)
 # **Break it.** Look at one step only:
 
 # %% name="one-step" tags=["exact"]
-compare("one step", ranks.record(train, 1))
+one_step = ranks.record(train, 1).memory().peak[0]
+print(f"recorded peak of one step {one_step / 1e6:.1f} MB, of two {peak.peak / 1e6:.1f}; Adam's "
+      f"states {formula['optimizer_states'] / 1e6:.1f}")
 
 # %% [markdown]
 # Short by all of Adam: so a run that "fitted" dies in its second step.
 #
 # ### Which memory number?
 #
-# The system's own number for a rank, after training, beside the recorded peak:
+# The system's number for a rank, beside the recorded peak:
 
 # %% name="process" tags=["timing"]
 process = ranks.run(lambda: psutil.Process().memory_info().rss)[0]
@@ -251,15 +253,15 @@ print(f"peak of tensors {table.peak[0] / 2**20:.0f} MiB; process {process / 2**2
 # ## Fewer bits
 #
 # bfloat16 has 8 bits of precision: just below 1, its numbers are 1/256 apart. A thousand steps of 0.001 down from 1.0, and a
-# thousand ones added up:
+# thousand ones added up (right: 0 and 1,000; in the last row both in float32, rounded at the end):
 
 # %% name="bfloat16" tags=["exact"]
 def small_steps(dtype, master_dtype):
-    weight, total = torch.ones((), dtype=master_dtype), torch.zeros((), dtype=dtype)
+    weight, total = torch.ones((), dtype=master_dtype), torch.zeros((), dtype=master_dtype)
     for _ in range(1000):
         weight -= 0.001
         total += 1
-    return f"weight {weight.to(dtype).item():.3f}, sum {total.item():.0f}"
+    return f"weight {weight.to(dtype).item():.3f}, sum {total.to(dtype).item():.0f}"
 
 print("float32                 ", small_steps(torch.float32, torch.float32))
 print("bfloat16                ", small_steps(torch.bfloat16, torch.bfloat16))
@@ -267,9 +269,8 @@ print("bfloat16, float32 master", small_steps(torch.bfloat16, torch.float32))
 
 # %% [markdown]
 # The weight has not moved: 0.001 is less than half the distance to the next number, so each step rounds back to 1.0. Such
-# a run learns nothing and raises no error. **Mixed precision** therefore computes with 16-bit weights, and the optimizer
-# steps on **master weights** in 32 bits. (Save the masters: made again from 16 bits, they have lost what they were for.)
-# By hand:
+# a run learns nothing and raises no error. Hence the master weights. (Save them: made again from 16 bits, they have lost what
+# they were for.) By hand:
 
 # %% name="masters" tags=["exact"]
 def mixed():
@@ -302,7 +303,7 @@ for name in ("adam_mixed", "adam_mixed_fp32_grads", "adam_mixed_both_grads"):
     print(f"{each} bytes, {num_params * each / 1e9:.1f} GB: {parts}")
 
 # %% [markdown]
-# Say which one you mean. Float32 throughout is 16, too: mixed precision saves time and activations, not states.
+# Float32 throughout is 16, too: mixed precision saves time and activations, not states.
 #
 # ## Recompute
 #
@@ -432,12 +433,12 @@ print(f"HFU {share(done):.1%}, MFU {share(needed):.1%}, tokens/s {512 * 2048 / s
 
 # %% [markdown]
 # So the 46 % are HFU; beside another's MFU they look a third better than they are. When you read such a number, ask: is
-# recomputation in it, are scores counted whole or half (causal), which peak? Tokens per second raise no such questions.
+# recomputation in it, are scores counted whole or half (causal), which peak? Tokens per second raise none.
 #
 # ## Turn the knobs
 #
-# The big model on one device (with the ends of the model: embedding's mask, last norm, logits). Drag the sequence from 2,048
-# to 8,192, then switch the score matrices off:
+# The big model on one device, with its ends: embedding's mask, last norm, logits. Drag the sequence from 2,048 to 8,192, then
+# tick *flash attention*:
 
 # %% name="explorer" tags=["picture"]
 dtlab.explore.memory()
@@ -464,27 +465,39 @@ dtlab.ledger("03", recording=ranks.record(train, 1, parallel.recompute), formula
 #
 # ## Exercises
 #
-# 1. *Predict.* SGD with momentum in place of Adam, with masters: GB of states for the big model?
+# 1. *Predict.* SGD with momentum in place of Adam, with masters, gradients in 16 bits: GB of states for the big model?
 # 2. *Change.* Record `train` with `keep_grads=True`: gradients are zeroed, not freed. How much does the peak grow?
-# 3. *Break.* Give `parallel.recompute` a function that does more at every second call.
+# 3. *Break.* Give `parallel.recompute` a function that does more at every second call; then one that does the same with other
+#    numbers. Which is noticed? Look at the gradients.
 #
 # The folded cell computes all three:
 
 # %% name="answers" tags=["exact", "folded"]
 # Answers: run me
-print(f"1. {num_params * (2 + 2 + 4 + 4) / 1e9:.1f} GB")
+print(f"1. 2 + 2 + 4 + 4 bytes a parameter, {num_params * (2 + 2 + 4 + 4) / 1e9:.1f} GB")
 more = ranks.record(train, keep_grads=True).memory().peak[0] - table.peak[0]
 print(f"2. by {more:,} bytes, {more / psi:.2f} a parameter")
 calls = []
 
-def moody(x):
+def more_work(x):
     calls.append(1)
     return x.exp() if len(calls) % 2 else x.exp().tanh()
 
-try:
-    parallel.recompute(moody, torch.ones(1, requires_grad=True)).backward()
-except dtlab.ConfigError as error:
-    print("3.", error)
+def other_numbers(x):
+    calls.append(1)
+    return (x * (2 - len(calls) % 2)).exp()  # of x, then of 2x
+
+for moody in (more_work, other_numbers):
+    calls.clear()
+    x = torch.ones(1, requires_grad=True)
+    try:
+        parallel.recompute(moody, x).backward()
+        print(f"3. {moody.__name__}: no error; gradient {x.grad.item():.3f}, right {math.e:.3f}")
+    except dtlab.ConfigError as error:
+        print("3.", error)
+
+# %% [markdown]
+# Noticed is another number, or shape, of saved tensors; with other values the gradient is wrong without a word.
 
 # %% [markdown]
 # ## Summary

@@ -5,7 +5,7 @@
 #
 # | You will build | Needs | Runs on | Takes | Works on |
 # |---|---|---|---|---|
-# | ZeRO stages 1 and 2, and stage 3 in its naive form | [01](../notebooks/01_collectives.ipynb), [02](../notebooks/02_data_parallel.ipynb) and 03 | 4 ranks on CPU | A 35 min, B 25 min | Linux; Windows through WSL2; macOS and Colab: not tried |
+# | ZeRO stages 1 and 2, and stage 3 in its naive form | [01](../notebooks/01_collectives.ipynb), [02](../notebooks/02_data_parallel.ipynb) and [03](../notebooks/03_memory.ipynb) | 4 ranks on CPU | A 35 min, B 25 min | Linux; Windows through WSL2; macOS and Colab: not tried |
 #
 # Words are explained in the [glossary](../notebooks/GLOSSARY.md). The first cell imports what the lesson uses:
 
@@ -100,8 +100,7 @@ my_rows = lambda batch: shard_batch(batch, rank, world_size)
 
 def one_step(model, optimizer, parts, rows, step, clip=as_is):
     inputs, targets = rows(batches(data, config.seq_length, BATCH_SIZE, seed=0, step=step))
-    model.zero_grad(set_to_none=False)
-    optimizer.zero_grad()
+    model.zero_grad(set_to_none=False)  # stage 1's gradients are views, which must stay
     loss = cross_entropy(model(inputs), targets, reduction="mean")
     loss.backward()
     for part in parts:
@@ -113,25 +112,26 @@ def one_step(model, optimizer, parts, rows, step, clip=as_is):
     return loss.detach()
 
 # %% [markdown]
-# Five steps give the losses, the gradients of every step and the parameters at the end. (For that ranks show each other their
-# shards, in `joined`. It belongs to the proof, not to ZeRO.)
+# Five steps give the losses, the gradients of every step and the parameters at the end, in the model's order. (For that ranks
+# show each other their shards, in `joined`. It belongs to the proof, not to ZeRO.)
 
 # %% name="train"
 flat = lambda tensors: torch.cat([tensor.detach().flatten() for tensor in tensors])
 
-def joined(parts, tensors):
-    for i, part in enumerate(parts):
-        everything = torch.empty_like(part.flat)
-        all_gather(everything, tensors[i].detach())
-        tensors[i] = everything[:sum(p.numel() for p in part.parameters)]
-    return flat(tensors)
+def joined(model, parts, tensors):
+    whole = dict(zip(model.parameters(), tensors))
+    for part, tensor in zip(parts, tensors):
+        everything, sizes = torch.empty_like(part.flat), [p.numel() for p in part.parameters]
+        all_gather(everything, tensor.detach())
+        whole.update(zip(part.parameters, everything[:sum(sizes)].split(sizes)))
+    return flat(whole[p] for p in model.parameters())
 
 def train(model, optimizer, parts, rows=as_is, **how):
     updated, losses, grads = optimizer.param_groups[0]["params"], [], []
     for step in range(5):
         losses.append(one_step(model, optimizer, parts, rows, step, **how))
-        grads.append(joined(parts, [tensor.grad for tensor in updated]))
-    return torch.stack(losses), torch.stack(grads), joined(parts, list(updated))
+        grads.append(joined(model, parts, [tensor.grad for tensor in updated]))
+    return torch.stack(losses), torch.stack(grads), joined(model, parts, updated)
 
 # %% [markdown]
 # ### Stage 1
@@ -182,9 +182,7 @@ def build(cut, name):
     parts = cuts[cut](model)
     return model, optimizers[name]([part.shard for part in parts] or model.parameters()), parts
 
-def on_ranks(cut, name, **how):
-    return train(*build(cut, name), my_rows, **how)
-
+on_ranks = lambda cut, name, **how: train(*build(cut, name), my_rows, **how)
 ranks = dtlab.launch(WORLD_SIZE)
 
 # %% [markdown]
@@ -230,14 +228,14 @@ class Stage2(Stage1):
         if all(p.grad is not None for p in self.parameters):
             reduce_scatter(self.grads, padded(flat([p.grad for p in self.parameters])))
             self.grads /= world_size
-            for p in self.parameters:
-                p.grad = None
             self.free()
+
+    def free(self):  # what is whole
+        for p in self.parameters:
+            p.grad = None
 
     def before_step(self):
         self.shard.grad = self.grads
-
-    free = as_is  # stage 3 will have something to free
 
 cuts[2] = lambda model: [Stage2(bucket) for bucket in split_by_bytes(model.parameters(), 20_480)]
 check(2)
@@ -267,7 +265,8 @@ for stage in (1, 2):
 
 # %% name="no-gather" tags=["exact"]
 class NoGather(Stage1):
-    after_step = as_is
+    def after_step(self):
+        pass
 
 cuts["no gather"] = lambda model: [NoGather(model.parameters())]
 right = train(*build("alone", "Adam"))[0]
@@ -320,9 +319,8 @@ dtlab.reveal("04.1", f"equal; an all_reduce of these gradients: {all_reduce:,.0f
 
 # %% name="cut" tags=["picture"]
 def update(parameters, gradients):
-    shard = torch.nn.Parameter(parameters)
-    shard.grad = gradients
-    torch.optim.Adam([shard]).step()
+    parameters.grad = gradients
+    torch.optim.Adam([parameters]).step()
 
 def data_parallel(parameters, gradients):
     parallel.ring_all_reduce(gradients)
@@ -372,21 +370,23 @@ class Stage3(Stage2):
         super().__init__(module.parameters())
         self.shard.data = self.shard.data.clone()  # no view any more: the whole goes
         self.free()
-        module.register_forward_pre_hook(lambda *_: self.gather())
+        module.register_forward_pre_hook(self.gather)
         module.register_forward_hook(self.forward_is_done)
 
     def free(self):
+        super().free()
         self.flat.untyped_storage().resize_(0)
 
-    def gather(self):
+    def gather(self, *_):
         self.flat.untyped_storage().resize_(self.flat.nbytes)
         all_gather(self.flat, self.shard.detach())  # (n-1)/n of the bytes of flat
 
     def forward_is_done(self, module, inputs, output):
         self.free()
-        output.register_hook(lambda gradient: self.gather())  # as backward begins
+        output.register_hook(self.gather)  # as backward begins
 
-    after_step = as_is
+    def after_step(self):
+        pass  # the next forward gathers
 
 # %% [markdown]
 # Is it right, and what does it hold at its peak?
@@ -397,8 +397,9 @@ check(3)
 recordings[3] = compare(3, [psi])
 
 # %% [markdown]
-# Right, with three halves of an all-reduce in place of two. But look at the peak: while it computes, a rank
-# holds the whole *and* its shard: more than at stage 1. The saving is there between the steps only. Gathering less at a time is lesson 05; exercise 2 begins it.
+# Right, with three halves of an all-reduce in place of two. But look at the peaks: while it computes, a rank holds the whole
+# *and* its shard, of parameters and of gradients: more than at stage 1. The saving is there between the steps only. Gathering
+# less at a time is lesson 05; exercise 2 begins it.
 #
 # ## Clipping
 #
@@ -441,7 +442,8 @@ for size, n, said in ((128e9, 1024, 513), (1e12, 64, 4187), (1e12, 256, 4046)):
 # ## Turn the knobs
 #
 # Stage 1; drag the ranks from 1 to 1,024. Where does the bar stop? At 4 bytes a parameter, 30 GB: weights and gradients are
-# still whole. Switch to stage 3, and it goes on down:
+# still whole. Switch to stage 3, and it goes on down. (Why so low an MFU? Overlap, as in lesson 02, hides sending behind
+# backward, which on one sequence a rank is far shorter.)
 
 # %% name="explorer" tags=["picture"]
 dtlab.explore.zero()
@@ -470,7 +472,8 @@ dtlab.ledger("04", recording=recordings[1][0], formula=round(all_reduce))
 #
 # 1. *Predict.* 175 billion parameters, devices of 80 GB, states only. At which stages do they ever fit, and on how many
 #    devices?
-# 2. *Change.* Give `Stage3` each of `model.layers`, and `Stage2` the other parameters. What happens to the peak of `params`?
+# 2. *Change.* Give `Stage3` each of `model.layers`, and `Stage2` the other parameters. Is it still right? What happens to the
+#    peak of `params`?
 # 3. *Break.* Two ranks' shards have gradients 3 and 4; a small parameter was left whole on both, gradient 12.
 #    Which norm does each find alone? Which one, if both ranks' squares are added? Which is right?
 #
@@ -481,11 +484,9 @@ dtlab.ledger("04", recording=recordings[1][0], formula=round(all_reduce))
 for stage in (1, 2, 3):
     print("1. stage", stage, next((n for n in range(1, 9999) if gigabytes(175e9, n, stage) <= 80), "never"))
 
-def by_layer(model):
-    rest = [p for name, p in model.named_parameters() if "layers." not in name]
-    return [*map(Stage3, model.layers), Stage2(rest)]
-
-cuts["by layer"] = by_layer
+cuts["by layer"] = lambda model: [*map(Stage3, model.layers), Stage2(
+    p for name, p in model.named_parameters() if "layers." not in name)]
+check("by layer")
 ranks.run(keep, "by layer")
 found = ranks.record(lambda: one_step(*kept, my_rows, 0)).memory().peak_params
 print(f"2. by layer, peak of params: {found.max():,} bytes")

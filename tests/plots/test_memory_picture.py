@@ -43,6 +43,11 @@ def test_a_phase_is_named_where_its_first_operation_begins():
     assert found == [("70", "forward"), (str(66 + 2 * (3 * 286 // 4) + 4), "backward")]
 
 
+def test_what_is_other_is_called_so_and_takes_no_letter_from_the_optimizer():
+    picture = str(memory(Recording({0: step()})))
+    assert ">other<" in picture and re.findall(r'font-weight="bold"[^>]*>(.*?)<', picture) == ["P", "G", "O", "A", ""]
+
+
 def test_a_rank_that_was_not_recorded_is_refused():
     with pytest.raises(ConfigError, match=r"rank 2 has no operations in this recording; it has ranks \[0\]"):
         memory(Recording({0: step()}), rank=2)

@@ -7,6 +7,7 @@ import pytest
 from IPython.core.formatters import DisplayFormatter
 
 from dtlab.plots import curves, ranks_picture
+from dtlab.plots.svg import document
 from dtlab.ranks.console import mime_bundle
 
 SVG = "{http://www.w3.org/2000/svg}"
@@ -54,6 +55,12 @@ def test_a_notebook_keeps_the_picture_and_its_text_twin_not_the_markup_as_text(p
     assert shown["text/plain"] == picture.text and "<svg" not in picture.text
     assert shown["image/svg+xml"] == str(picture)
     assert mime_bundle(picture) == shown  # and from a rank
+
+
+@pytest.mark.parametrize("text, title", [("\nfour shards\nof 3", "four shards"), ("", "picture")])
+def test_a_picture_without_a_title_takes_its_texts_first_line(text, title):
+    root = ElementTree.fromstring(str(document([], width=1, height=1, title="", text=text)))
+    assert root.get("aria-label") == root.find(f"{SVG}title").text == title
 
 
 def test_the_docstrings_example():

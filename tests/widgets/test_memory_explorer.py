@@ -5,6 +5,7 @@ import pytest
 
 import dtlab
 from dtlab.errors import ConfigError
+from dtlab.plots.svg import COLOURS
 from dtlab.simulate import Hardware
 from dtlab.theory import (
     GPT_7_5B,
@@ -56,6 +57,12 @@ def test_the_move_and_its_ends_are_the_curriculums(explorer):
     assert "119.5 GB of states" in repr(explorer)
     assert explorer.set(seq_length=8192).values["layer_bytes"] == 11328 * 2**20 and explorer.values["fits"] == []
     assert "fits none of A100-40GB, A100-80GB, H200, B200" in repr(explorer)
+
+
+def test_scores_and_all_else_have_a_number_and_a_colour_of_their_own_however_narrow_they_are(explorer):
+    assert all(f">{said}<" in explorer.svg for said in ("activations", "10.7 GB", "scores", "24.2 GB"))
+    assert COLOURS["scores"] not in (COLOURS["activations"], COLOURS["optimizer_states"])
+    assert "34.9 GB of activations (24.2 of them scores; a layer 956 MB)" in repr(explorer)
 
 
 def test_selective_recomputation_is_not_offered_where_there_are_no_scores(explorer):
