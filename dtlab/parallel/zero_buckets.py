@@ -135,8 +135,10 @@ def groups_of(module, param_groups):
     if hollow := [name for name, t in [*module.named_parameters(), *module.named_buffers()] if t.is_meta]:
         raise ConfigError(f"{some(hollow)} on the meta device: without values. First module.to_empty(device=...) and "
                           "give it values; FullyShardedModule takes it as it is")
-    groups = []
-    for group in param_groups or [{"params": module.parameters()}]:
+    groups, given = [], param_groups or [{"params": module.parameters()}]
+    if not all(isinstance(group, dict) and "params" in group for group in given):
+        raise ConfigError('param_groups must be a list such as [{"params": [...], "weight_decay": 0.1}, ...]')
+    for group in given:
         parameters = [p[-1] if isinstance(p, tuple) else p for p in group["params"]]  # torch takes (name, p) too
         parameters = [p for p in parameters if p.requires_grad]
         if parameters:

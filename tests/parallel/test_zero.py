@@ -779,6 +779,8 @@ REFUSED = [
     (lambda: make(optimizer_class=Lars, lr=0.1), "Lars cannot be sharded: updated one by one"),
     (lambda: make(optimizer_class=torch.optim.SGD(net().parameters())), "give the optimizer's class"),
     (lambda: make(group=dist.new_group([0])), "is not in this group"),
+    (lambda: make(param_groups=list(net().parameters())), "param_groups must be a list such as"),
+    (lambda: make(param_groups=[{"lr": 0.1}]), "param_groups must be a list such as"),
     (lambda: make(param_groups=[{"params": [nn.Parameter(torch.ones(1))]}]), "param_groups must have each trainable"),
     (lambda: make(nn.Linear(2, 1 + dist.get_rank())), "another model or option"),
     (lambda: make(lr=0.1 * (1 + dist.get_rank())), "another model or option"),
