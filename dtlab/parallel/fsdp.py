@@ -194,6 +194,7 @@ class FullyShardedModule(nn.Module):
             if not isinstance(leaf, torch.Tensor) and _differentiable(list(getattr(leaf, "__dict__", {}).values())):
                 raise ConfigError(f"{unit.name or 'the model'} returns tensors in a {type(leaf).__name__}, where they "
                                   "are not found: return tuples or dicts, or register the class in torch's pytree")
+        unit.refuse_lost_changes()
         outputs = tree_map_only(torch.Tensor, unit.own, outputs)
         if self._frees_after_forward():
             unit.free()

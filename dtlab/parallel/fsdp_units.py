@@ -89,6 +89,8 @@ class Flat:
         whole: [padded]: has memory only while the unit is whole. One storage for ever: what autograd saved for
             backward sees it filled again.
         leaves: ``whole`` in the parameters' shapes: what modules compute with, and where autograd leaves gradients.
+        summed: [padded], in reduce_dtype: whole gradients of this rank alone, that wait to be sent. Or None.
+        grad: What was reduced, while ``pending`` is the shard's ``.grad``: until no more is to come.
     """
 
     def __init__(self, layout, shard, param_dtype, reduce_dtype):
@@ -100,9 +102,9 @@ class Flat:
         # Subtle: .data, so that filling the whole again is no in-place change of what autograd saved
         self.leaves = [view.data.requires_grad_(shard.requires_grad) for view in layout.views(self.whole)]
         self._versions = [torch.autograd._unsafe_preserve_version_counter(leaf) for leaf in self.leaves]
-        self.summed = None  # [padded]: whole gradients of this rank alone
-        self.grad = None  # what was reduced, until the gradient is complete; meanwhile ``pending`` is the shard's .grad
-        self.pending = Placeholder(shard.detach(), f"the gradient of {' + '.join(layout.names)}", _PENDING)
+        self.summed = self.grad = None
+        others = f" and {len(layout.names) - 1} more" if layout.names[1:] else ""
+        self.pending = Placeholder(shard.detach(), f"the gradient of {layout.names[0]}{others}", _PENDING)
         self.free()
 
     def start(self):
@@ -234,6 +236,13 @@ class Unit:
         """Put a tensor in each place. By setattr: an LSTM keeps a list of its weights, and follows."""
         for (module, attribute), tensor in zip(self.places, tensors):
             setattr(module, attribute, tensor)
+
+    def refuse_lost_changes(self):
+        """Raise ConfigError if a whole parameter was changed in place: its memory goes."""
+        named = [item for flat in self.flats.values() for item in zip(flat.layout.names, flat.leaves)]
+        if changed := [name for name, leaf in named if leaf._version]:
+            raise ConfigError(f"{changed[0]} was changed in place in forward (by nn.Embedding(max_norm=)?), which "
+                              "would be lost: only the optimizer may change parameters")
 
     def refuse_others(self):
         """Raise ConfigError if something else stands in a place than what was put there."""

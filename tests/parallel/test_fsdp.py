@@ -22,7 +22,7 @@ from dtlab.parallel.checkpoint import load_checkpoint, save_checkpoint
 from dtlab.simulate import Hardware, replay
 
 CONFIG = GPTConfig(vocab_size=31, seq_length=6, hidden_size=12, num_layers=3, num_heads=3)  # tied embeddings
-NUM_STEPS, MAX_NORM = 8, 1.3
+NUM_STEPS, MAX_NORM = 5, 1.3
 SECOND_RUN = functools.partial(checkpoint, use_reentrant=False)
 NESTED_BACKWARD = functools.partial(checkpoint, use_reentrant=True)
 close = functools.partial(torch.testing.assert_close, rtol=1e-10, atol=1e-12)
@@ -283,10 +283,10 @@ def test_model_states_are_the_theorys_bytes(num_ranks):
         assert set(table[f"peak_{name}"]) == {size}
 
 
-def most_units_at_once(**options):
+def most_units_at_once(goes=True, **options):
     """On a rank: how many layers were whole at the same time, in forward and in backward; and afterwards."""
     filled, most = set(), []
-    start, free = fsdp_units.Flat.start, fsdp_units.Flat.free
+    start, free, after = fsdp_units.Flat.start, fsdp_units.Flat.free, FullyShardedModule._after_backward
 
     def counted_start(flat):
         filled.add(flat.layout.names[0])
@@ -299,15 +299,18 @@ def most_units_at_once(**options):
         assert flat.whole.untyped_storage().nbytes() == 0
 
     fsdp_units.Flat.start, fsdp_units.Flat.free = counted_start, counted_free
+    if not goes:  # broken on purpose
+        FullyShardedModule._after_backward = lambda model, unit: None
     try:
         model, _ = recorded_step(num_layers=6, **options)
     finally:
-        fsdp_units.Flat.start, fsdp_units.Flat.free = start, free
+        fsdp_units.Flat.start, fsdp_units.Flat.free, FullyShardedModule._after_backward = start, free, after
     return max(most), len(filled), sum(flat.whole.untyped_storage().nbytes() for flat in model._flats().values())
 
 
 @pytest.mark.ranks
-@pytest.mark.parametrize("options, most", [({}, 2), ({"prefetch": False}, 1), ({"reshard_after_forward": False}, 6)])
+@pytest.mark.parametrize("options, most", [({}, 2), ({"prefetch": False}, 1), ({"reshard_after_forward": False}, 6),
+                                           ({"goes": False}, 6)])  # fmt: skip
 def test_units_are_whole_only_while_they_are_needed(options, most):
     assert pool(2).run(most_units_at_once, **options) == [(most, 0, 0)] * 2
 
@@ -641,15 +644,15 @@ def test_buffers_are_saved_as_the_first_rank_has_them():
 # gradients that are not complete
 
 
-def small():
+def small(device="cpu"):
     """Two units in float64; the same on every rank and call."""
     torch.manual_seed(5)
-    model = nn.Sequential(nn.Linear(5, 4), nn.Tanh(), nn.Linear(4, 1)).double()
+    model = nn.Sequential(nn.Linear(5, 4), nn.Tanh(), nn.Linear(4, 1)).double().to(device)
     return FullyShardedModule(model, units=[model[0], model[2]])
 
 
 def loss_of(model, step):
-    return model(inputs_of(dist.get_rank(), step)).square().mean()
+    return model(inputs_of(dist.get_rank(), step).to(next(model.parameters()).device)).square().mean()
 
 
 def fail(model, step):
@@ -698,13 +701,34 @@ def test_gradients_that_are_not_complete_are_no_gradients_and_can_be_given_up(ho
         close(grads, serial_small())
 
 
-def serial_small():
-    """One process: the mean over 3 ranks of the gradients of steps 0 and 1."""
+def serial_small(num_ranks=3):
+    """One process: the mean over the ranks of the gradients of steps 0 and 1."""
     torch.manual_seed(5)
     model = nn.Sequential(nn.Linear(5, 4), nn.Tanh(), nn.Linear(4, 1)).double()
     for step in (0, 1):
-        (sum(model(inputs_of(rank, step)).square().mean() for rank in range(3)) / 3).backward()
+        (sum(model(inputs_of(rank, step)).square().mean() for rank in range(num_ranks)) / num_ranks).backward()
     return {name: p.grad for name, p in model.named_parameters()}
+
+
+def on_gpu():
+    """On a rank: gradients of steps 0 and 1, the second without prefetch; and the norm."""
+    model = small("cuda")
+    for step in (0, 1):
+        model.prefetch = step == 0
+        loss_of(model, step).backward()
+    grads = {name: grad.cpu() for name, grad in whole_gradients(model).items()}
+    return grads, model.clip_grad_norm_(1.0).item()
+
+
+@pytest.mark.gpu
+@pytest.mark.ranks
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="no NVIDIA GPU")
+def test_on_a_gpu():
+    wanted = serial_small(2)
+    with dtlab.launch(2, device="cuda", share_gpu=torch.cuda.device_count() < 2) as ranks:
+        for grads, norm in ranks.run(on_gpu):
+            close(grads, wanted)
+            assert norm == pytest.approx(torch.cat([grad.flatten() for grad in wanted.values()]).norm().item())
 
 
 KEPT = {}
@@ -863,6 +887,7 @@ WRONG_WRAPS = {
     "clip": lambda rank, linear: FullyShardedModule(linear()).clip_grad_norm_(1.0),
     "gathered": lambda rank, linear: FullyShardedModule(linear()).gathered(linear()).__enter__(),
     "a hidden output": lambda rank, linear: FullyShardedModule(Boxed(2, 2))(torch.ones(1, 2)),
+    "changed in forward": lambda rank, linear: FullyShardedModule(nn.Embedding(3, 2, max_norm=0.1))(torch.arange(3)),
     "a kept loss": lambda rank, linear: kept_loss(False),
 }
 WRONG_USES = {
@@ -895,6 +920,7 @@ WRONG_GRADIENTS = {
     ("int8", r"reduce_dtype \(torch.int8\) must be a floating-point"), ("a word", "must be a floating-point"),
     ("different", "another model or option"), ("different units", r"option units \['', '0'\]"),
     ("clip", "there is no gradient to clip"), ("gathered", "not all of these are parts"),
+    ("changed in forward", "weight was changed in place"),
     ("a hidden output", "returns tensors in a SimpleNamespace"), ("a kept loss", "is at version 1; expected version 0"),
     ("frozen later", "requires_grad=False; then"), ("a part frozen later", "before it is wrapped"),
     ("a weight frozen later", "Freeze and convert before wrapping"), ("converted later", "before it is wrapped"),
