@@ -144,7 +144,7 @@ def gather(program, answer, names, case, shown_chars=SHOWN_CHARS):
     from dtlab.ranks.pool import Ranks
 
     # ranks of its own: those of the notebook stay the current ones
-    with Ranks(case.world_size, device="cpu", timeout=LIMIT_S / 4, share_gpu=False, guard=True) as ranks:
+    with Ranks(case.world_size, device="cpu", timeout=limit_s() / 4, share_gpu=False, guard=True) as ranks:
         ranks.kept_chars, ranks.is_for_once = shown_chars, True
         with _Deadline(ranks) as deadline:
             try:
@@ -216,6 +216,12 @@ def limit_memory(more_bytes):
         resource.setrlimit(resource.RLIMIT_AS, (most, hard))
 
 
+def limit_s():
+    """Seconds that a case may take now: more where processes wait for a core, though some of them are its own."""
+    waiting = os.getloadavg()[0] / (os.cpu_count() or 1) if hasattr(os, "getloadavg") else 1
+    return LIMIT_S * min(max(waiting, 1), _BUSIEST)
+
+
 class _Deadline:
     """Kills the ranks when the time of a case is over: nothing in them is trusted to stop.
 
@@ -235,17 +241,11 @@ class _Deadline:
         self._thread.join()
         self._kill()
 
-    def limit_s(self):
-        """Seconds that a case may take now: more where processes wait for a core, though some of them are its own."""
-        waiting = os.getloadavg()[0] / (os.cpu_count() or 1) if hasattr(os, "getloadavg") else 1
-        return LIMIT_S * min(max(waiting, 1), _BUSIEST)
-
     def _watch(self):
         began = time.monotonic()
         while not self._done.wait(0.1):
-            limit_s = self.limit_s()
-            if time.monotonic() - began > limit_s and not self.passed_s:
-                self.passed_s = limit_s
+            if time.monotonic() - began > (most_s := limit_s()) and not self.passed_s:
+                self.passed_s = most_s
                 self._kill()
 
     def _kill(self):

@@ -305,14 +305,21 @@ def judge_case(exercise, evidence):
         if seen:
             told = mistake.says.format(seen if isinstance(seen, str) else "")
             return Verdict(exercise.key, "failed", f"{evidence.case}: {told}\n{wrong}", mistake.name)
-    hint = f"\nHint 1: {exercise.hint}" if exercise.hint and _is_of_the_exercise(evidence, expected) else ""
+    if any(map(_is_missing, evidence.results or [], expected)):
+        return Verdict(exercise.key, "failed", f"{evidence.case}: nothing came back (is there a return?)\n{wrong}",
+                       "no return")  # fmt: skip
+    hint = f"\nHint 1: {exercise.hint}" if exercise.hint and evidence.failed in _OF_THE_EXERCISE else ""
     return Verdict(exercise.key, "failed", f"{evidence.case}: {wrong}{hint}")
 
 
-def _is_of_the_exercise(evidence, expected):
-    """Whether values, budget or calls are wrong: no error of Python, no end, no loop, no return left out."""
-    no_return = any(theirs is None and right is not None for theirs, right in zip(evidence.results or [], expected))
-    return evidence.failed in ("", "hang", "guard") and not no_return
+_OF_THE_EXERCISE = ("", "hang", "guard")  # values, budget or calls are wrong: no error of Python, no end, no loop
+
+
+def _is_missing(theirs, right):
+    """Whether None stands for a result, or for one of several."""
+    if isinstance(theirs, dict) and isinstance(right, dict):
+        return any(its is None and right.get(key) is not None for key, its in theirs.items())
+    return theirs is None and right is not None
 
 
 def _what_is_wrong(exercise, evidence, expected):
@@ -325,7 +332,7 @@ def _what_is_wrong(exercise, evidence, expected):
     for rank, (theirs, right) in enumerate(zip(results, expected)):
         wrong = compare.difference(theirs, right)
         if wrong:
-            return f"rank {rank}: {wrong}" + " (is there a return?)" * (theirs is None)
+            return f"rank {rank}: {wrong}" if size > 1 else wrong
     if exercise.replicated:
         for rank, theirs in enumerate(results):
             wrong = compare.difference(theirs, results[0], rtol=0.0, atol=0.0)

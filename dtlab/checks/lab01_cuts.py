@@ -63,8 +63,8 @@ CUT_MISTAKES = (
     BORROWED,
     Mistake("remainder dropped", "every chunk has length // size elements, and the last length % size are in "
             "no chunk. Lengths that the ranks divide never show it", _cut_by(serial.dropped)),
-    Mistake("rest in the last chunk", "the last chunk takes the whole remainder: of 7 elements on 4 ranks it has 4, "
-            "where 2 are the most that any rank needs to have. The ring waits for its longest chunk in every step",
+    Mistake("rest in the last chunk", "the last chunk takes the whole remainder: of 10 elements on 4 ranks it has 4, "
+            "where 3 are the most that any rank needs to have. The ring waits for its longest chunk in every step",
             _cut_by(serial.rest_last)),
     Mistake("all chunks rounded up", "every chunk is as long as the longest until nothing is left, so the last ranks "
             "get less than their share or nothing: 10 elements on 4 ranks need 3, 3, 2, 2", _cut_by(serial.rounded_up)),

@@ -1,9 +1,14 @@
 """Lab 01: the usual mistakes, what shows them, and what a learner is told."""
+import functools
+import itertools
+
+import numpy as np
 import torch
 
 from dtlab.checks import lab01_serial as serial
 from dtlab.checks.compare import collectives_used, difference, ratio
 from dtlab.checks.exercise import Mistake
+from dtlab.checks.exercise import failed as ended
 from dtlab.checks.lab01_cuts import BORROWED, failed
 from dtlab.checks.lab01_serial import (
     FORBIDDEN,
@@ -102,6 +107,24 @@ def _no_second_half(evidence, expected):
             if length >= size and sum(whole) != 1:
                 return False
     return f"{steps // 2} messages from each rank in {REDUCE}, which has {steps} steps"
+
+
+def _walks(onward):
+    """Whether what comes in lands elsewhere; ``onward``: or the steps take the chunks the way the messages go."""
+    def seen(evidence, expected):
+        size = evidence.case.world_size
+        way = 1 if 1 in {to for to, _ in sent(evidence.recording, 0)} else -1
+        for sends, lands in itertools.product(range(size), repeat=2):
+            walk = functools.partial(serial.walk, sends=sends, lands=lands, step=way if onward else -way, way=way)
+            fits = lands == (sends - way) % size and not (onward and any(GATHER in key for key in expected[0]))
+            if not fits and serial.leaves(walk, whole=True)(evidence, expected):
+                return f"rank 0 receives chunk {(sends - way) % size} and takes it for chunk {lands}"
+        return False
+    return seen
+
+
+def _gather_first(name, parts):
+    return serial.ring(SCATTER, serial.ring(GATHER, parts)) if name == REDUCE else serial.ring(name, parts)
 
 
 def _misplaced(theirs, right):
@@ -211,11 +234,15 @@ MESSAGES = (
     Mistake("buffer that does not fit", "what one rank sends is not what the other makes room for. Chunks differ by "
             "one element where the ranks do not divide the length, and a new tensor is float32 unless told otherwise",
             failed("guard", "same number of elements")),
+    Mistake("awaited twice", "wait() was called twice on the handle of one message: call it once, in the step that "
+            "needs it", failed("guard", "waits a second time")),
     Mistake("n = 1 forgotten", "a single rank has nobody to talk to: a ring of one has no steps, and the tensor is the "
             "sum already", _only_at(1)),
     Mistake("not on 3 ranks", "it passes on 4 ranks and not on 3. Either something is made for 4 ranks: WORLD_SIZE is "
             "4 in this notebook, and world_size is how many ranks there are; or for powers of two: a partner by ^, a "
             "neighbour by &, halves of halves", _only_at(3)),
+    Mistake("message missing", "one rank waits for a message that the other never sends, or never takes. As many as "
+            "leave for a rank must be received there", ended("hang", says=".* never called .*")),
     Mistake("neighbour by rank ^ 1", "each rank talks to one partner only, rank ^ 1. On two ranks that is the "
             "neighbour on both sides, so it passes there; on four it makes two pairs that never meet", _in_pairs),
 )  # fmt: skip
@@ -243,7 +270,9 @@ VALUES = (
     Mistake("one step short", "a step is missing: {}. A finished chunk lacks the part of one rank, or a rank lacks one "
             "finished chunk. n ranks need n - 1 steps in each half", _one_step_less),
     *(Mistake("another chunk first", "the second half starts with a chunk that is not finished on its rank: rank r has "
-              "finished chunk r, and that one goes first", left_by(gather_start=start)) for start in (0, 2)),
+              "finished chunk r, and that one goes first", left_by(gather_start=start)) for start in (0, 2, 3)),
+    Mistake("halves in the other order", "the all-gather ran before the reduce-scatter: it handed round chunks that "
+            "nobody had added up yet, and these were added then", serial.leaves(_gather_first)),
     Mistake("adds twice", "what comes in is added twice", left_by(times=2)),
     Mistake("overwrites", "what comes in is put in the place of a rank's own part, where it is to be added to it",
             left_by(times=0)),
@@ -256,8 +285,13 @@ VALUES = (
     Mistake("a constant factor", "every wrong value is {} times the right one", _times),
 )  # fmt: skip
 
-
-
+WALKS = (
+    Mistake("taken for another chunk", "what comes in is another chunk than the one it is put to: in the first step "
+            "{}. What a rank receives is what its neighbour sends in that step", _walks(False)),
+    Mistake("chunks in the other direction", "from step to step the chunks are taken in the direction in which the "
+            "messages go, so no rank sends on what came in in the step before. If messages go to the right, the number "
+            "of the chunk falls by one in each step; if they go to the left, it rises", _walks(True)),
+)  # fmt: skip
 LAST_BITS = Mistake("sums that differ", "the ranks add up the same numbers in different orders, so their sums differ "
                     "in the last bit. A sum is made once and handed on, or by all in one order; else replicas that "
                     "should be equal drift apart", _last_bits)  # fmt: skip
@@ -292,7 +326,7 @@ def _spending(*names):
 def ring_mistakes(*names):
     """The mistakes of an exercise that defines these functions of a ring."""
     values = [its for its in VALUES if its.name != "rank 0 only" or SCATTER not in names]  # there all have other sums
-    return (*MESSAGES, *values, *_spending(*names), LAST_BITS)
+    return (*MESSAGES, *values[:2], *WALKS, *values[2:], *_spending(*names), LAST_BITS)
 
 
 # two nodes
@@ -313,6 +347,15 @@ def _across_only(name, parts):
     return [parts[rank] + parts[(rank + 2) % 4] for rank in range(4)]
 
 
+def _crossed(name, parts):
+    node = _node_sums(name, parts)
+    middle, held = serial.bounds(len(parts[0]), 2)[0][1], []
+    for rank in range(4):  # to the own half comes the other half of the other node
+        halves = [node[rank][:middle] + node[rank - 2][middle:], node[rank][middle:] + node[rank - 2][:middle]]
+        held.append(np.concatenate(halves))
+    return held
+
+
 def _own_half(theirs, right):
     """Whether one half is right and the other is not."""
     middle = serial.bounds(len(right), 2)[0][1]
@@ -325,14 +368,20 @@ def _one_left_out(theirs, right):
 
 
 NODE_MISTAKES = (
-    *MESSAGES[:7],
+    *MESSAGES[:8],
+    Mistake("not handed on", "a rank waits for a message that never comes. Who has the sum of a node, or the whole "
+            "sum, must hand it on to its neighbour", ended("hang", says=r".*recv; .* never called send")),
+    *[its for its in MESSAGES if its.name == "message missing"],
     *VALUES[:4],
     Mistake("node sums only", "every rank holds the sum of its own node: nothing of the other node came in",
             serial.leaves(_node_sums)),
     Mistake("partners only", "every rank holds the sum of itself and its partner in the other node: its neighbour in "
             "the node is missing", serial.leaves(_across_only)),
     Mistake("leaders only", "one rank of each node has the sum, the other has not: it must be handed on inside",
-            _wrong_on((1, 3), (0, 2))),
+            _wrong_on((1, 3), (0, 2), *[(rank,) for rank in range(4)])),
+    Mistake("halves crossed", "to one half of a sum the other half of the other node's sum was added: the two that "
+            "talk across hold different halves. Ranks 0 and 2 have the first half, 1 and 3 the second",
+            serial.leaves(_crossed)),
     Mistake("half a sum", "every rank has one half of the sum right, its own, and never got the other half from its "
             "neighbour in the node", _wrong_values(_own_half)),
     Mistake("remainder dropped", "one element takes no part: an odd length has no two halves of one size, and twice "
@@ -343,4 +392,7 @@ NODE_MISTAKES = (
     Mistake("whole tensors across", "the values are right, and {}: both ranks of a node sent the whole tensor over. "
             "After a first sum inside the node, half of it each is enough", _spends(_left_nodes(1.95, 99.0))),
     LAST_BITS,
+    Mistake("wrong, and enough sent", "1 S left each node, which is what it takes. What is missing, or elsewhere, "
+            "was lost inside a node, or a rank sent across what the other did not take it for",
+            lambda evidence, _: leaving(evidence.recording) == [total_bytes(evidence.case)] * 2),
 )  # fmt: skip

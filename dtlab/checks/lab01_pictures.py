@@ -1,4 +1,5 @@
 """The pictures of lab 01: what is to come out, beside what the learner's functions do; also while there are none."""
+import functools
 import itertools
 import re
 
@@ -6,19 +7,21 @@ import numpy as np
 
 from dtlab.checks import lab01_programs as programs
 from dtlab.checks import lab01_serial as serial
+from dtlab.checks.lab02_pictures import stack
 from dtlab.errors import HangError
 from dtlab.plots.holdings import cut_bars, holdings, traffic
 from dtlab.plots.svg import document, label
 from dtlab.plots.twin import twin
 
 _WIDTH = 650
+_MANY = "7 parts: so many are added up, some more than once; other: no such sum"
 
 
 def _beside(pairs, caption):
     """Targets beside the learner's; ``(title, target, title, yours)`` each."""
     rows = [twin([target, yours], [left, right], caption=caption if not number else "")
             for number, (left, target, right, yours) in enumerate(pairs)]  # fmt: skip
-    return rows[0] if len(rows) == 1 else twin(rows, [""] * len(rows), caption="")
+    return rows[0] if len(rows) == 1 else stack([("", row) for row in rows], title=caption)
 
 
 def cuts(case, expected, evidence):
@@ -50,7 +53,8 @@ def ring(case, expected, evidence):
         else:
             yours = holdings(None, evidence.in_words)
         pairs.append((f"{name}, target", target, "yours", yours))
-    return _beside(pairs, f"{case}: the parts in each chunk (sum of 3: all of chunk 3; sum+0: all, and 0 once more)")
+    return _beside(pairs, f"{case}: the parts in each chunk (sum of 3: all of chunk 3; sum+0: all, and 0 once more; "
+                          f"{_MANY})")  # fmt: skip
 
 
 def _shares(spent, case):
@@ -73,21 +77,29 @@ def _table(case, held, cuts=serial.bounds):
     return table
 
 
+@functools.lru_cache
+def _tries(size):
+    """How often each rank's part may be in a sum, [tries, ranks]: the shortest sums first."""
+    return np.array(sorted(itertools.product(range(6), repeat=size), key=sum))
+
+
 def _parts_in(theirs, parts, rank):
     """``(text, state)`` of one chunk."""
     if np.isnan(theirs).all() and len(theirs):
         return "any", ""
-    for counts in sorted(itertools.product(range(4), repeat=len(parts)), key=sum):
-        if np.allclose(sum(count * part for count, part in zip(counts, parts)), theirs, rtol=1e-9, atol=1e-9):
-            own = [number == rank for number in range(len(parts))]
-            state = "finished" if set(counts) == {1} else "own" if list(counts) == own else "partial"
-            whole = min(counts)  # how often all parts are in
-            if sum(counts) == whole * len(counts):
-                whole = max(0, whole - 1)
-            rest = [str(number) for number, count in enumerate(counts) for _ in range(count - whole)]
-            text = "+".join(["sum" if whole == 1 else f"{whole} sum"] * bool(whole) + rest) or "zero"
-            return (text if len(text) < 9 else f"{sum(counts)} parts"), state
-    return "other", ""
+    tries = _tries(len(parts))
+    fits = np.isclose(tries @ np.array(parts), theirs, rtol=1e-9, atol=1e-9).all(axis=1)
+    if not fits.any():
+        return "other", ""
+    counts = tries[fits.argmax()].tolist()
+    own = [number == rank for number in range(len(parts))]
+    state = "finished" if set(counts) == {1} else "own" if counts == own else "partial"
+    whole = min(counts)  # how often all parts are in
+    if sum(counts) == whole * len(counts):
+        whole = max(0, whole - 1)
+    rest = [str(number) for number, count in enumerate(counts) for _ in range(count - whole)]
+    text = "+".join(["sum" if whole == 1 else f"{whole} sum"] * bool(whole) + rest) or "zero"
+    return (text if len(text) < 9 else f"{sum(counts)} parts"), state
 
 
 def nodes(case, expected, evidence):
@@ -121,8 +133,9 @@ def diagnosis(case):
             lines = [label(4, 18 + 18 * number, line, size=13) for number, line in enumerate(facts.splitlines())]
             pictures.append(document(lines, width=_WIDTH, height=18 * len(lines) + 8, title="", text=facts))
     return twin(pictures, titles, caption="Left: whose parts are added up at each place (sum: all four; sum+0: and 0 "
-                "once more). Right, replayed on 8 H100: green, messages of the rank are under way; grey, it computes "
-                "or starts calls; white, it waits. The line: where the right program ends")  # fmt: skip
+                "once more; 7 parts: so many, some more than once). Right, replayed on 8 H100: green, messages of the "
+                "rank are under way; grey, it computes or starts calls; white, it waits. The line: where the right "
+                "program ends")  # fmt: skip
 
 
 def _programs_seen(case):

@@ -122,6 +122,22 @@ def ring(name, parts, *, cuts=bounds, start=-1, short=0, times=1, gathered=0, ga
     return held
 
 
+def walk(name, parts, *, sends, lands, step, way):
+    """What ranks hold after one half of a ring in which any chunk may go anywhere.
+
+    In step k rank r sends chunk ``r + sends + k * step`` to rank ``r + way``; what comes in lands in chunk
+    ``r + lands + k * step``. An all-reduce has a right first half.
+    """
+    size, held = len(parts), ring(SCATTER, parts) if name == REDUCE else [mine.copy() for mine in parts]
+    chunks = bounds(len(parts[0]), size)
+    for k in range(size - 1):
+        sent = [held[r][slice(*chunks[(r + sends + k * step) % size])].copy() for r in range(size)]
+        for r in range(size):
+            place = held[r][slice(*chunks[(r + lands + k * step) % size])]
+            place[:] = sent[(r - way) % size] + (place if name == SCATTER else 0)
+    return held
+
+
 def left_by(**wrong):
     """Whether the results are those of ``ring(..., **wrong)``: a ``seen`` of a Mistake."""
     return leaves(lambda name, parts: ring(name, parts, **wrong))

@@ -5,6 +5,7 @@ from dtlab.checks.evidence import Case
 from dtlab.checks.exercise import Exercise, Mistake, failed, when
 from dtlab.checks.lab02_buckets import (
     BRANCH,
+    HELD,
     bucket_cases,
     calls,
     last_passes,
@@ -82,6 +83,16 @@ def _calls_are(test):
     return when(lambda evidence, _: test(evidence.case, calls(evidence.recording, 0)))
 
 
+def _right_but(seen):
+    """Whether all values are right, and ``seen`` all the same: what changes no value explains no wrong one."""
+    return when(lambda evidence, expected: not any(map(difference, evidence.results, expected))
+                and seen(evidence, expected))  # fmt: skip
+
+
+def _calls_alone(test):
+    return _right_but(_calls_are(test))
+
+
 def _never_flushed(case, found):
     planned_calls = sizes(case) * len(case["batches"])
     fewer = len(found) < len(planned_calls) and sum(found) < sum(planned_calls)
@@ -142,12 +153,24 @@ def _stuck(evidence, _expected):
 
 
 def _only_later(evidence, expected):
-    return not _wrong_names(evidence, expected) and ", ".join(_wrong_names(evidence, expected, "step 1")[:3])
+    wrong = [_wrong_names(evidence, expected, step) for step in expected[0] if step.startswith("step")]
+    return not wrong[0] and ", ".join(next(filter(None, wrong), [])[:3])
+
+
+def _held(evidence, expected):
+    """How many buckets of earlier steps are held, where all else is right."""
+    held = [its[HELD] for its in evidence.results]
+    wrong = any(difference({**its, HELD: 0}, right) for its, right in zip(evidence.results, expected))
+    return not wrong and any(held) and str(max(held))
 
 
 SIZES_DIFFER = r"the shapes differ|do not make the same call"
 COMMON = (
     BORROWED,
+    Mistake("no context manager",
+        "`with buckets.no_sync():` needs something that begins and ends. A function with a yield becomes that by "
+        "@contextlib.contextmanager above it; without it, it is a generator only, and without a yield it is None.",
+        failed("raised", says=r"context manager protocol|AttributeError: __enter__")),
     Mistake("hook on a frozen parameter",
         "a frozen parameter gets no gradient, so autograd takes no hook for it: only what is trained belongs into a"
         " bucket.", failed("raised", says=r"that doesn't require")),
@@ -158,11 +181,11 @@ COMMON = (
     Mistake("reads before wait",
         "a bucket is read or written while its all_reduce is under way. With small tensors it often goes well, and "
         "under load the gradient is a stale one: half added up, or not at all.",
-        failed("guard", says=r"nobody has called wait")),
+        failed("guard", says=r"nobody has called wait|never awaited")),
     Mistake("missing call",
-        "{}: a bucket of a rank that got no gradient for one of its parameters never becomes full, and is never "
-        "sent. With a gradient for each parameter nothing shows it.",
-        failed("hang", says=r"rank \d+ never made that call")),
+        "a bucket of a rank that got no gradient for one of its parameters never becomes full, and is never sent. "
+        "With a gradient for each parameter nothing shows it.",
+        failed("hang", says=r"ranks? [\d, -]+ never made that call")),
     Mistake("buckets shifted",
         "the ranks' buckets hold different parameters, so that their calls do not fit. What goes into which bucket,"
         " and the order of the buckets, must not depend on which gradients arrive.",
@@ -182,7 +205,7 @@ COMMON = (
         _factor(lambda case: 1 / case.world_size)),
     Mistake("frozen parameters sent",
         "{} too many are sent each step: frozen parameters lie in the buckets, and have no gradient to send.",
-        _calls_are(_more_bytes)),
+        _calls_alone(_more_bytes)),
     Mistake("nothing is sent",
         "no bucket was sent: every rank steps with its own gradient. On one rank that is right, and on more the "
         "loss falls all the same.", when(lambda evidence, _: not moved(evidence.recording, 0))),
@@ -220,28 +243,32 @@ COMMON = (
         "stale one. The replicas drift apart from now on.", _equal_to(_own)),
     Mistake("buckets too large",
         "{}: all is sent, in larger buckets than planned. A parameter that would make a bucket larger begins the "
-        "next one; bytes are counted, and a float64 has 8.", _calls_are(_larger)),
+        "next one; bytes are counted, and a float64 has 8.", _calls_alone(_larger)),
     Mistake("sent in order of arrival",
         "the buckets leave in the order in which they happen to become full: {}. Here all ranks agree by luck. A "
-        "rank that lacks a gradient would call for another bucket than the others.", _calls_are(_by_arrival)),
+        "rank that lacks a gradient would call for another bucket than the others.", _calls_alone(_by_arrival)),
     Mistake("one call a parameter",
         "{}: each parameter goes alone and pays the latency of a call of its own. On one machine that costs little,"
-        " on 64 more than the bytes do.", _calls_are(_one_a_parameter)),
+        " on 64 more than the bytes do.", _calls_alone(_one_a_parameter)),
     Mistake("buckets in forward order",
         "the buckets are planned from the first parameter on. Backward starts with the last one: the first bucket "
         "is full only at the end, and the others wait behind it.",
-        _calls_are(lambda case, found: found == sizes(case, False) * len(case["batches"]))),
+        _calls_alone(lambda case, found: found == sizes(case, False) * len(case["batches"]))),
     Mistake("buckets planned otherwise",
         "all is sent, and the buckets are others than planned. {}: a parameter begins the next bucket only if it "
-        "would make this one larger than that.", _calls_are(_otherwise)),
+        "would make this one larger than that.", _calls_alone(_otherwise)),
+    Mistake("keeps what was sent",
+        "the gradients are right, and buckets of earlier steps are still held when a later one ends: {}. A list of "
+        "handles or of flat tensors grows in every step, is awaited and written back again, and takes memory and time "
+        "until there is none. What belongs to one step ends with it.", when(_held)),
 )  # fmt: skip
 LATE = Mistake("sends after backward",
     "the values and the bytes are right, but the first bucket leaves only when backward has ended. No value shows "
     "it; the step takes as long as computing and sending one after the other. A no_sync without an end does it too.",
-    when(lambda evidence, _: starts_early(evidence.case, evidence.recording)))  # fmt: skip
+    _right_but(lambda evidence, _: starts_early(evidence.case, evidence.recording)))  # fmt: skip
 WAITS = Mistake("waits inside backward",
     "the buckets leave early, but backward waits for each of them: {}. Start them there, wait for them in finish.",
-    when(lambda evidence, _: waits_late(evidence.case, evidence.recording)))  # fmt: skip
+    _right_but(lambda evidence, _: waits_late(evidence.case, evidence.recording)))  # fmt: skip
 STUCK = Mistake("stays in no_sync after an exception",
     "an exception left no_sync, and in the step after it the hooks still send nothing during backward. What no_sync "
     "changes it has to restore then too: try ... finally.", when(_stuck))  # fmt: skip

@@ -4,14 +4,18 @@ import re
 
 import torch
 import torch.distributed as dist
+from torch.multiprocessing.reductions import StorageWeakRef
 
 from dtlab.checks.compare import collectives_used
 from dtlab.checks.evidence import Case
 from dtlab.checks.lab02_programs import CLOCKS, Net, by_hand, draw_batch, gradients, moved, times, trained
 from dtlab.models import cross_entropy
+from dtlab.ranks import calls as calls_of_rank
+from dtlab.ranks.guard_facts import flat as tensors_in
 from dtlab.theory import base_op
 
 RATE, BRANCH = 0.05, ("branch.weight", "branch.bias")
+HELD, MANY_STEPS = "buckets of earlier steps that are still held", 6
 
 
 def draw_case(rng, size, name, bucket_bytes, *, steps=2, micro_batches=1, branch=lambda step, rank, number: True,
@@ -33,7 +37,7 @@ def bucket_cases(rng):
     missing = rng.randrange(3)
     return [
         draw_case(rng, 2, "buckets of at most 100 bytes", 100),
-        draw_case(rng, 1, "a bucket for each parameter", 1),
+        draw_case(rng, 1, "a bucket for each parameter", 1, steps=MANY_STEPS),
         draw_case(rng, 4, "buckets that fit to the last byte", rng.choice([64, 96])),
         draw_case(rng, 3, "no gradient for branch on one rank", 100, steps=1, branch=lambda s, r, _: r != missing),
         draw_case(rng, 2, "no gradient for branch on any rank", 100, branch=lambda *_: False),
@@ -48,7 +52,7 @@ def overlap_cases(rng):
     return [
         draw_case(rng, 2, "one step of two micro-batches", 100, steps=1, micro_batches=2, backward_s=0.03),
         draw_case(rng, 3, "three micro-batches", 100, micro_batches=3),
-        draw_case(rng, 1, "two micro-batches", 64, micro_batches=2),
+        draw_case(rng, 1, "two micro-batches", 64, micro_batches=2, steps=MANY_STEPS),
         draw_case(rng, 4, "branch in the first micro-batch only, and on one rank never", rng.choice([64, 96, 130]),
               micro_batches=2, branch=lambda s, r, number: number == 0 and r != (other + s) % 4),
         draw_case(rng, 2, "an exception inside no_sync, between two steps", 100, interrupted=True),
@@ -67,12 +71,14 @@ def train(case, **made):
 
 
 def train_with(case, make):
-    """On every rank: a few steps; the gradients that each of them used."""
+    """On every rank: a few steps; the gradients that each of them used, and how much of the earlier ones is left."""
     model, me, used = Net(case["seed"], case["backward_s"]).eval(), dist.get_rank(), {}
     dist.barrier()  # ranks start together, so that pictures compare
     buckets = make(model, case["bucket_bytes"])
     optimizer = torch.optim.SGD(trained(model).values(), lr=RATE)
+    sent, last = _noted(), 0
     for step, batches in enumerate(case["batches"]):
+        last = len(sent)
         if step == 1 and case["interrupted"]:
             with contextlib.suppress(InterruptedError), buckets.no_sync():
                 raise InterruptedError("this exception leaves no_sync")
@@ -84,7 +90,22 @@ def train_with(case, make):
         used[f"step {step}"] = gradients(model)
         optimizer.step()
         optimizer.zero_grad()
+    now = {storage.cdata for storage in sent[last:]}
+    held = {storage.cdata for storage in sent[:last] if not storage.expired()} - now
+    used[HELD] = len(held) if len(held) > 2 * len(now) else 0  # gloo's threads may drop one late
     return used
+
+
+def _noted():
+    """Weak references to the storages that are handed to calls from now on, a list that grows."""
+    noted, issued = [], calls_of_rank.observer.issued
+
+    def note(*facts):
+        noted.extend(StorageWeakRef(tensor.untyped_storage()) for tensor in tensors_in(facts[-1][0]))
+        issued(*facts)
+
+    calls_of_rank.observer.issued = note
+    return noted
 
 
 def mean_gradients(case, model, step, numbers=slice(None), ranks=None):
@@ -106,7 +127,7 @@ def train_spec(case):
         with torch.no_grad():
             for name, parameter in trained(model).items():
                 parameter -= RATE * its[name]
-    return [used] * case.world_size
+    return [{**used, HELD: 0}] * case.world_size
 
 
 # what the recording shows

@@ -26,7 +26,7 @@ def _cell(x, y, width, text, good, height=_ROW - 6):
 
 def start(case, expected, evidence):
     """Which tensors have rank 0's first values, on which rank."""
-    names = [name for name in expected[0]["tensors"] if "clocks" not in name]
+    names = list(expected[0]["tensors"])
     size, y = case.world_size, 52
     parts, said, left, wide = [], [], 230, 80
     for title, x in (("target", left), ("yours", left + 2 * size * 52 + 30)):

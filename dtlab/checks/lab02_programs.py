@@ -11,6 +11,7 @@ from torch import nn
 from dtlab.checks.diagnosis import LETTERS as LETTERS
 from dtlab.checks.diagnosis import Programs
 from dtlab.models import TimedLayer, cross_entropy
+from dtlab.record.recorder import quiet, sleep
 
 VOCAB, WIDTH, CLOCKS = 5, 3, 3
 
@@ -180,6 +181,7 @@ def observed(letter, steps=STEPS, backward_s=0.0):
     if choice == "no broadcast":
         nn.utils.vector_to_parameters(own, model.parameters())
     optimizer = torch.optim.SGD(trained(model).values(), lr=0.3)
+    optimizer.register_step_pre_hook(lambda *_: sleep(backward_s / 2))  # else too short to be seen
     early = _Early(model) if choice == "steps before wait" else None
     losses, used, before = [], None, flat(model.parameters())
     dist.barrier()
@@ -197,10 +199,12 @@ def observed(letter, steps=STEPS, backward_s=0.0):
                 loss_sum, _ = token_loss(ddp, batch)
                 (factor * loss_sum / divisor).backward()
             sums.append(loss_sum.item())
-        used = flat(gradients(model).values()) if used is None else used
+        with quiet():
+            used = flat(gradients(model).values()) if used is None else used
         optimizer.step()
         if early:
             early.wait()
         optimizer.zero_grad()
         losses.append((sum(sums), mine))
-    return losses, used, before, flat(model.parameters())
+    with quiet():
+        return losses, used, before, flat(model.parameters())

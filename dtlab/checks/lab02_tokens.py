@@ -135,6 +135,8 @@ def _every_micro_batch(evidence, expected):
 
 
 def _frozen_too(evidence, expected):
+    if any(map(difference, evidence.results, expected)):
+        return False
     frozen = sum(p.nbytes for p in evidence.case["model"](0).parameters() if not p.requires_grad)
     more = moved(evidence.recording, 0) - _gradient_bytes(evidence.case) - frozen
     return frozen > 64 and 0 <= more <= 64 and f"{frozen} bytes"
@@ -190,9 +192,10 @@ WEIGH = Exercise(
             "a rank that has no micro-batch ran no backward, so its .grad is None. It still has to take part, with "
             "zeros.", failed("raised", says=r"NoneType")),
         Mistake("missing call",
-            "{}. A rank without tokens left out a call that the others wait for. As long as every rank has tokens "
-            "nothing shows it.",
-            failed("hang", "guard", says=r"never made that call|shapes differ|(not make the same|makes another) call")),
+            "a rank without tokens left out a call that the others wait for. As long as every rank has tokens nothing "
+            "shows it.",
+            failed("hang", "guard",
+                   says=r"never (made that call|called)|shapes differ|(not make the same|makes another) call")),
         Mistake("reads before wait",
             "a gradient is read, or left, while its all_reduce is under way: each handle needs its wait.",
             failed("guard", says=r"wait\(\)")),
@@ -221,7 +224,8 @@ WEIGH = Exercise(
             "the result may be right, but {}: a reduction after every micro-batch. Gradients add up in "
             ".grad; they need to travel once a step.", when(_every_micro_batch)),
         Mistake("frozen parameters sent",
-            "{} too many go into collectives: those of frozen parameters, which have no gradient.", when(_frozen_too)),
+            "all is right, but {} too many go into collectives: those of frozen parameters, which have no gradient.",
+            when(_frozen_too)),
         Mistake("loss in float32",
             "the gradients are right, and the loss to seven digits: it was rounded to float32 on its way, as is a "
             "tensor made of a Python number. Of tokens, float32 counts only 16 million.", when(_rounded_loss)),

@@ -22,10 +22,11 @@ def check(args):
     options = _options("dtlab check lab01 --exercise 2", args, "LAB", "--exercise", "[NOTEBOOK]")
     from dtlab.checks.notebook import Submission
 
+    number = options.exercise or _exercise_in(options.LAB)
     name, _, copy = _lab(options.LAB)
     path = Path(options.NOTEBOOK or copy)
     submission = Submission(name[:5], path, bootstrap.ROOT, tell=lambda line: print(line, flush=True))
-    keys = [_key(name, options.exercise, submission.known)] if options.exercise else list(submission.known)
+    keys = [_key(name, number, submission.known)] if number else list(submission.known)
     print(f"{'exercise':<9} {'state':<8} {'minutes':>7}  what to mend", flush=True)
     for key in keys:
         verdict = submission.check(key)
@@ -56,8 +57,8 @@ def _write_result(path, verdicts):
 def reset(args):
     """Keep the reader's copy of each named lesson or lab, or one exercise's cell, aside and make a fresh one."""
     options = _options("dtlab reset 00", args, "NAMES", "--exercise")
-    if options.exercise and len(options.NAMES) == 1:
-        return _reset_exercise(options.NAMES[0], options.exercise)
+    if len(options.NAMES) == 1 and (number := options.exercise or _exercise_in(options.NAMES[0])):
+        return _reset_exercise(options.NAMES[0], number)
     if options.exercise:
         raise bootstrap.SetupError("--exercise goes with one lab, for example: dtlab reset lab01 --exercise 2")
     for name in options.NAMES:
@@ -163,7 +164,7 @@ def _options(example, args, *names):
 
 
 _HELP = {
-    "LAB": "for example lab01",
+    "LAB": "for example lab01; lab01.2 is one exercise",
     "NAMES": "lessons or labs, for example 00 lab01",
     "[NOTEBOOK]": "your notebook; your working copy under work/labs if none is given",
     "--exercise": "number of one exercise, for example 2",
@@ -178,7 +179,13 @@ def _lab(name):
     """As ``working_copies.find``, labs only."""
     if not re.match(r"lab\d\d", str(name)):
         raise ConfigError(f"{name!r} is no lab: say for example lab01")
-    return working_copies.find(name, bootstrap.ROOT)
+    return working_copies.find(name[:5] if _exercise_in(name) else name, bootstrap.ROOT)
+
+
+def _exercise_in(name):
+    """``2`` of ``lab01.2``, as cells spell it; None for a lab."""
+    found = re.fullmatch(r"lab\d\d\.(\d+)", name)
+    return found and found[1]
 
 
 def _key(name, number, known):

@@ -91,7 +91,7 @@ def test_a_check_before_its_cell_says_what_to_run(notebook):
 def test_hint_1_is_told_where_values_or_calls_are_wrong_and_not_where_python_stopped(course, failed, results, told):
     verdict = judge_case(find("lab90.1"), Evidence(CASE, results, RECORDING, failed, "says"))
     assert ("Hint 1" in verdict.text) is told
-    assert ("is there a return?" in verdict.text) is (results == [None, None])
+    assert ("is there a return?" in verdict.text) is (results == [None, None]) is (verdict.mistake == "no return")
 
 
 @pytest.mark.ranks

@@ -67,6 +67,7 @@ def test_check_takes_another_notebook_and_any_name_of_an_exercise(run, course, t
     other.write_text(json.dumps(toy_lab.notebook(toy_lab.RIGHT["lab90.1"])))
     assert run("check", "lab90_toy", str(other), "--exercise", "lab90.1") == 0
     assert (tmp_path / "other.result.json").exists() and "lab90.2" not in capsys.readouterr().out
+    assert run("check", "lab90.1", str(other)) == 0 and "lab90.2" not in capsys.readouterr().out
 
 
 @pytest.mark.ranks
@@ -94,7 +95,7 @@ def test_reset_of_an_exercise_makes_its_stub_anew_and_keeps_the_old_cell(run, co
         toy_lab.STUBS["lab90.1"], toy_lab.RIGHT["lab90.1"], toy_lab.RIGHT["lab90.2"]]
     assert cells(copy)[2][:2] == ("raw", ["kept"]) and "reload its tab" in capsys.readouterr().out
     assert run("reset", "lab90", "--exercise", "1") == run("catch-up", "lab90", "--to", "1") == 0
-    assert run("reset", "lab90", "--exercise", "1") == 0
+    assert run("reset", "lab90.1") == 0
     ids = [cell["id"] for cell in load(copy)["cells"]]
     assert len(set(ids)) == len(ids) == 5  # neither a stub nor the course's own is kept
 

@@ -96,6 +96,13 @@ def chunk_bounds(length, size):
     return zip(starts, starts[1:])
 
 
+# %% lab01.1: no return
+def chunk_bounds(length, size):
+    least, more = divmod(length, size)
+    starts = [i * least + min(i, more) for i in range(size + 1)]
+    list(zip(starts, starts[1:]))
+
+
 # %% lab01.2: all send first
 def ring_reduce_scatter(tensor):
     n = world_size
@@ -422,6 +429,70 @@ def ring_reduce_scatter(tensor):
         chunks[rank] += spare
 
 
+# %% lab01.2: chunks in the other direction
+def ring_reduce_scatter(tensor):
+    n = world_size
+    chunks = [tensor[start:end] for start, end in chunk_bounds(len(tensor), n)]
+    spare = torch.empty_like(chunks[0])
+    for step in range(n - 1):
+        mine, theirs = chunks[(rank + step + 1) % n], chunks[(rank + step + 2) % n]
+        received = spare[: len(theirs)]
+        exchange(mine, (rank + 1) % n, received, (rank - 1) % n)
+        theirs += received
+
+
+# %% lab01.2: chunks in the other direction (to the left)
+def ring_reduce_scatter(tensor):
+    n = world_size
+    chunks = [tensor[start:end] for start, end in chunk_bounds(len(tensor), n)]
+    spare = torch.empty_like(chunks[0])
+    for step in range(n - 1):
+        mine, theirs = chunks[(rank - step - 1) % n], chunks[(rank - step - 2) % n]
+        received = spare[: len(theirs)]
+        exchange(mine, (rank - 1) % n, received, (rank + 1) % n)
+        theirs += received
+
+
+# %% lab01.2: taken for another chunk
+def ring_reduce_scatter(tensor):
+    n = world_size
+    chunks = [tensor[start:end] for start, end in chunk_bounds(len(tensor), n)]
+    spare = torch.empty_like(chunks[0])
+    for step in range(n - 1):
+        mine, theirs = chunks[(rank - step - 1) % n], chunks[(rank - step) % n]
+        received = spare[: len(theirs)]
+        exchange(mine, (rank + 1) % n, received, (rank - 1) % n)
+        theirs += received
+
+
+# %% lab01.2: message missing
+def ring_reduce_scatter(tensor):
+    n = world_size
+    chunks = [tensor[start:end] for start, end in chunk_bounds(len(tensor), n)]
+    spare = torch.empty_like(chunks[0])
+    for step in range(n - 1):
+        mine, theirs = chunks[(rank - step - 1) % n], chunks[(rank - step - 2) % n]
+        sending = dist.isend(mine, (rank + 1) % n) if step or rank else None
+        dist.recv(spare[: len(theirs)], (rank - 1) % n)
+        theirs += spare[: len(theirs)]
+        if sending:
+            sending.wait()
+
+
+# %% lab01.2: awaited twice
+def ring_reduce_scatter(tensor):
+    n, handles = world_size, []
+    chunks = [tensor[start:end] for start, end in chunk_bounds(len(tensor), n)]
+    spare = torch.empty_like(chunks[0])
+    for step in range(n - 1):
+        mine, theirs = chunks[(rank - step - 1) % n], chunks[(rank - step - 2) % n]
+        received = spare[: len(theirs)]
+        handles += [dist.isend(mine, (rank + 1) % n), dist.irecv(received, (rank - 1) % n)]
+        for handle in handles:
+            handle.wait()
+        theirs += received
+
+
 # %% lab01.3: order of arrival
 def ring_all_gather(tensor):
     start, end = chunk_bounds(len(tensor), world_size)[rank]
@@ -662,6 +733,39 @@ def ring_all_reduce(tensor):
     ring_all_gather(tensor)
 
 
+# %% lab01.3: halves in the other order
+def ring_all_gather(tensor):
+    all_gather(tensor)
+
+
+def ring_all_reduce(tensor):
+    ring_all_gather(tensor)
+    ring_reduce_scatter(tensor)
+
+
+# %% lab01.3: chunks in the other direction
+def ring_all_gather(tensor):
+    n = world_size
+    chunks = [tensor[start:end] for start, end in chunk_bounds(len(tensor), n)]
+    for step in range(n - 1):
+        exchange(chunks[(rank + step) % n], (rank + 1) % n, chunks[(rank + step + 1) % n], (rank - 1) % n)
+
+
+def ring_all_reduce(tensor):
+    ring_reduce_scatter(tensor)
+    ring_all_gather(tensor)
+
+
+# %% lab01.3: another chunk first (of the chunk behind)
+def ring_all_gather(tensor):
+    all_gather(tensor, shift=-1)
+
+
+def ring_all_reduce(tensor):
+    ring_reduce_scatter(tensor)
+    ring_all_gather(tensor)
+
+
 # %% lab01.4: flat ring
 def two_node_all_reduce(tensor):
     reduce_scatter(tensor)
@@ -801,6 +905,58 @@ def two_node_all_reduce(tensor):
     for partner, given in ((rank ^ 1, other), (rank ^ 2, mine)):
         exchange(given, partner, received, partner)
         mine += received
+    exchange(mine, rank ^ 1, other, rank ^ 1)
+
+
+# %% lab01.4: not handed on
+def two_node_all_reduce(tensor):
+    if rank % 2:
+        dist.send(tensor, rank - 1)
+        dist.recv(tensor, rank - 1)
+        return
+    received = torch.empty_like(tensor)
+    dist.recv(received, rank + 1)
+    tensor += received
+    exchange(tensor, rank ^ 2, received, rank ^ 2)
+    tensor += received
+
+
+# %% lab01.4: leaders only (of one node)
+def two_node_all_reduce(tensor):
+    received = torch.empty_like(tensor)
+    if rank % 2:
+        dist.send(tensor, rank - 1)
+        if rank == 1:
+            dist.recv(tensor, 0)
+        return
+    dist.recv(received, rank + 1)
+    tensor += received
+    exchange(tensor, rank ^ 2, received, rank ^ 2)
+    tensor += received
+    if rank == 0:
+        dist.send(tensor, 1)
+
+
+# %% lab01.4: halves crossed
+def two_node_all_reduce(tensor):
+    halves = tensor.tensor_split(2)
+    mine, other = halves[rank % 2], halves[1 - rank % 2]
+    received = torch.empty_like(mine)
+    for partner, given in ((rank ^ 1, other), (3 - rank, mine)):
+        exchange(given, partner, received, partner)
+        mine += received
+    exchange(mine, rank ^ 1, other, rank ^ 1)
+
+
+# %% lab01.4: wrong, and enough sent
+def two_node_all_reduce(tensor):
+    halves = tensor.tensor_split(2)
+    mine, other = halves[rank % 2], halves[1 - rank % 2]
+    received = torch.empty_like(mine)
+    exchange(mine, rank ^ 2, received, rank ^ 2)
+    mine += received
+    exchange(other, rank ^ 1, received, rank ^ 1)
+    mine += received
     exchange(mine, rank ^ 1, other, rank ^ 1)
 
 

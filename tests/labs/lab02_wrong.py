@@ -227,7 +227,7 @@ def token_mean_backward(model, micro_batches, loss_of):
 # %% lab02.2: sum for mean
 def token_mean_backward(model, micro_batches, loss_of):
     pairs = [loss_of(model, batch) for batch in micro_batches]
-    total, loss_sum = tokens_of_all(sum(n for _, n in pairs), sum(float(loss) for loss, _ in pairs))
+    total, loss_sum = tokens_of_all(sum(n for _, n in pairs), sum(loss.item() for loss, _ in pairs))
     for loss, _ in pairs:
         (loss * world_size / max(1, total)).backward()
     add_up(model)
@@ -241,14 +241,14 @@ def token_mean_backward(model, micro_batches, loss_of):
     for loss, _ in pairs:
         (loss / mine).backward()
     add_up(model, world_size)
-    total, loss_sum = tokens_of_all(sum(n for _, n in pairs), sum(float(loss) for loss, _ in pairs))
+    total, loss_sum = tokens_of_all(sum(n for _, n in pairs), sum(loss.item() for loss, _ in pairs))
     return loss_sum / max(1, total)
 
 
 # %% lab02.2: mean of micro-batch means
 def token_mean_backward(model, micro_batches, loss_of):
     pairs = [loss_of(model, batch) for batch in micro_batches]
-    total, loss_sum = tokens_of_all(sum(n for _, n in pairs), sum(float(loss) for loss, _ in pairs))
+    total, loss_sum = tokens_of_all(sum(n for _, n in pairs), sum(loss.item() for loss, _ in pairs))
     if len(micro_batches) == 1:
         (pairs[0][0] * world_size / max(1, total)).backward()
     else:
@@ -261,7 +261,7 @@ def token_mean_backward(model, micro_batches, loss_of):
 # %% lab02.2: divides by no tokens
 def token_mean_backward(model, micro_batches, loss_of):
     pairs = [loss_of(model, batch) for batch in micro_batches]
-    total, loss_sum = tokens_of_all(sum(n for _, n in pairs), sum(float(loss) for loss, _ in pairs))
+    total, loss_sum = tokens_of_all(sum(n for _, n in pairs), sum(loss.item() for loss, _ in pairs))
     for loss, _ in pairs:
         loss.backward()
     add_up(model)
@@ -275,7 +275,7 @@ def token_mean_backward(model, micro_batches, loss_of):
 # %% lab02.2: divides by no tokens (each micro-batch its own mean, then weighted)
 def token_mean_backward(model, micro_batches, loss_of):
     pairs = [loss_of(model, batch) for batch in micro_batches]
-    total, loss_sum = tokens_of_all(sum(n for _, n in pairs), sum(float(loss) for loss, _ in pairs))
+    total, loss_sum = tokens_of_all(sum(n for _, n in pairs), sum(loss.item() for loss, _ in pairs))
     for loss, n in pairs:
         (loss / torch.tensor(float(n)) * n * world_size / max(1, total)).backward()
     add_up(model, world_size)
@@ -286,7 +286,7 @@ def token_mean_backward(model, micro_batches, loss_of):
 # %% lab02.2: no gradient without micro-batches
 def token_mean_backward(model, micro_batches, loss_of):
     pairs = [loss_of(model, batch) for batch in micro_batches]
-    total, loss_sum = tokens_of_all(sum(n for _, n in pairs), sum(float(loss) for loss, _ in pairs))
+    total, loss_sum = tokens_of_all(sum(n for _, n in pairs), sum(loss.item() for loss, _ in pairs))
     for loss, _ in pairs:
         (loss * world_size / max(1, total)).backward()
     for p in model.parameters():
@@ -299,7 +299,7 @@ def token_mean_backward(model, micro_batches, loss_of):
 # %% lab02.2: missing call
 def token_mean_backward(model, micro_batches, loss_of):
     pairs = [loss_of(model, batch) for batch in micro_batches]
-    total, loss_sum = tokens_of_all(sum(n for _, n in pairs), sum(float(loss) for loss, _ in pairs))
+    total, loss_sum = tokens_of_all(sum(n for _, n in pairs), sum(loss.item() for loss, _ in pairs))
     for loss, _ in pairs:
         (loss * world_size / max(1, total)).backward()
     for p in model.parameters():
@@ -315,7 +315,7 @@ def token_mean_backward(model, micro_batches, loss_of):
     mine = sum(n for _, n in pairs)
     if mine == 0:
         return 0.0
-    total, loss_sum = tokens_of_all(mine, sum(float(loss) for loss, _ in pairs))
+    total, loss_sum = tokens_of_all(mine, sum(loss.item() for loss, _ in pairs))
     for loss, _ in pairs:
         (loss * world_size / total).backward()
     add_up(model, world_size)
@@ -325,7 +325,7 @@ def token_mean_backward(model, micro_batches, loss_of):
 # %% lab02.2: divides twice
 def token_mean_backward(model, micro_batches, loss_of):
     pairs = [loss_of(model, batch) for batch in micro_batches]
-    total, loss_sum = tokens_of_all(sum(n for _, n in pairs), sum(float(loss) for loss, _ in pairs))
+    total, loss_sum = tokens_of_all(sum(n for _, n in pairs), sum(loss.item() for loss, _ in pairs))
     for loss, _ in pairs:
         (loss / max(1, total)).backward()
     add_up(model, world_size)
@@ -335,7 +335,7 @@ def token_mean_backward(model, micro_batches, loss_of):
 # %% lab02.2: not divided by tokens
 def token_mean_backward(model, micro_batches, loss_of):
     pairs = [loss_of(model, batch) for batch in micro_batches]
-    total, loss_sum = tokens_of_all(sum(n for _, n in pairs), sum(float(loss) for loss, _ in pairs))
+    total, loss_sum = tokens_of_all(sum(n for _, n in pairs), sum(loss.item() for loss, _ in pairs))
     for loss, _ in pairs:
         loss.backward()
     add_up(model)
@@ -345,7 +345,7 @@ def token_mean_backward(model, micro_batches, loss_of):
 # %% lab02.2: reduce for all_reduce
 def token_mean_backward(model, micro_batches, loss_of):
     pairs = [loss_of(model, batch) for batch in micro_batches]
-    total, loss_sum = tokens_of_all(sum(n for _, n in pairs), sum(float(loss) for loss, _ in pairs))
+    total, loss_sum = tokens_of_all(sum(n for _, n in pairs), sum(loss.item() for loss, _ in pairs))
     for loss, _ in pairs:
         (loss / max(1, total)).backward()
     for p in model.parameters():
@@ -358,7 +358,7 @@ def token_mean_backward(model, micro_batches, loss_of):
 # %% lab02.2: reduces every micro-batch
 def token_mean_backward(model, micro_batches, loss_of):
     pairs = [loss_of(model, batch) for batch in micro_batches]
-    total, loss_sum, most = tokens_of_all(sum(n for _, n in pairs), sum(float(loss) for loss, _ in pairs), 1)
+    total, loss_sum, most = tokens_of_all(sum(n for _, n in pairs), sum(loss.item() for loss, _ in pairs), 1)
     for loss, _ in pairs:
         (loss * world_size / max(1, total)).backward()
         add_up(model, world_size)
@@ -368,7 +368,7 @@ def token_mean_backward(model, micro_batches, loss_of):
 # %% lab02.2: reduces every micro-batch (sums each time)
 def token_mean_backward(model, micro_batches, loss_of):
     pairs = [loss_of(model, batch) for batch in micro_batches]
-    total, loss_sum = tokens_of_all(sum(n for _, n in pairs), sum(float(loss) for loss, _ in pairs))
+    total, loss_sum = tokens_of_all(sum(n for _, n in pairs), sum(loss.item() for loss, _ in pairs))
     for loss, _ in pairs:
         (loss / max(1, total)).backward()
         add_up(model)
@@ -378,7 +378,7 @@ def token_mean_backward(model, micro_batches, loss_of):
 # %% lab02.2: loss in float32
 def token_mean_backward(model, micro_batches, loss_of):
     pairs = [loss_of(model, batch) for batch in micro_batches]
-    numbers = torch.tensor([sum(n for _, n in pairs), sum(float(loss) for loss, _ in pairs)])
+    numbers = torch.tensor([sum(n for _, n in pairs), sum(loss.item() for loss, _ in pairs)])
     dist.all_reduce(numbers)
     total, loss_sum = numbers.tolist()
     for loss, _ in pairs:
@@ -394,7 +394,7 @@ def token_mean_backward(model, micro_batches, loss_of):
     for loss, _ in pairs:
         (loss * world_size / max(1, total)).backward()
     add_up(model, world_size)
-    return sum(float(loss) for loss, _ in pairs) / max(1, sum(n for _, n in pairs))
+    return sum(loss.item() for loss, _ in pairs) / max(1, sum(n for _, n in pairs))
 
 
 # %% lab02.2: reads before wait
@@ -414,7 +414,7 @@ def token_mean_backward(model, micro_batches, loss_of):
 # %% lab02.2: frozen parameters sent
 def token_mean_backward(model, micro_batches, loss_of):
     pairs = [loss_of(model, batch) for batch in micro_batches]
-    total, loss_sum = tokens_of_all(sum(n for _, n in pairs), sum(float(loss) for loss, _ in pairs))
+    total, loss_sum = tokens_of_all(sum(n for _, n in pairs), sum(loss.item() for loss, _ in pairs))
     for loss, _ in pairs:
         (loss * world_size / max(1, total)).backward()
     for p in model.parameters():
@@ -422,6 +422,44 @@ def token_mean_backward(model, micro_batches, loss_of):
             p.grad = torch.zeros_like(p)
         dist.all_reduce(p.grad)
         p.grad /= world_size
+    return loss_sum / max(1, total)
+
+
+# %% lab02.2: loss in float32 (and frozen parameters sent)
+def token_mean_backward(model, micro_batches, loss_of):
+    pairs = [loss_of(model, batch) for batch in micro_batches]
+    numbers = torch.tensor([sum(n for _, n in pairs), sum(loss.item() for loss, _ in pairs)])
+    dist.all_reduce(numbers)
+    total, loss_sum = numbers.tolist()
+    for loss, _ in pairs:
+        (loss * world_size / max(1, total)).backward()
+    for p in model.parameters():
+        if p.grad is None:
+            p.grad = torch.zeros_like(p)
+        dist.all_reduce(p.grad)
+        p.grad /= world_size
+    return loss_sum / max(1, total)
+
+
+# %% lab02.2: no return
+def token_mean_backward(model, micro_batches, loss_of):
+    pairs = [loss_of(model, batch) for batch in micro_batches]
+    total, loss_sum = tokens_of_all(sum(n for _, n in pairs), sum(loss.item() for loss, _ in pairs))
+    for loss, _ in pairs:
+        (loss * world_size / max(1, total)).backward()
+    add_up(model, world_size)
+
+
+# %% lab02.2: missing call (the last to come calls something else)
+def token_mean_backward(model, micro_batches, loss_of):
+    if not micro_batches:
+        dist.barrier()
+        return 0.0
+    pairs = [loss_of(model, batch) for batch in micro_batches]
+    total, loss_sum = tokens_of_all(sum(n for _, n in pairs), sum(loss.item() for loss, _ in pairs))
+    for loss, _ in pairs:
+        (loss * world_size / max(1, total)).backward()
+    add_up(model, world_size)
     return loss_sum / max(1, total)
 
 
@@ -750,6 +788,24 @@ class Buckets(Sound):
         super().__init__(model, bucket_bytes - 1)
 
 
+# %% lab02.3: reads before wait (handles dropped)
+class Buckets(Sound):
+    def reduce(self, flat):
+        dist.all_reduce(flat, async_op=True)
+
+    def wait(self):
+        pass
+
+
+# %% lab02.3: keeps what was sent
+class Buckets(Sound):
+    all_sent = ()
+
+    def reset(self):
+        self.all_sent = [*self.all_sent, *self.sent]
+        super().reset()
+
+
 # %% lab02.4: reduces every micro-batch
 class OverlappedBuckets(Sound):
     @contextlib.contextmanager
@@ -892,6 +948,49 @@ class OverlappedBuckets(Sound):
         self.quiet = True
         yield
         self.quiet = False
+
+
+# %% lab02.4: keeps what was sent (and writes all of it back, the last step's at the end)
+class OverlappedBuckets(Sound):
+    def __init__(self, model, bucket_bytes):
+        super().__init__(model, bucket_bytes)
+        self.entries, self.number = [], 0
+
+    def send_full(self):
+        while self.number < len(self.buckets) and self.there.issuperset(self.buckets[self.number]):
+            self.send()
+
+    def send(self):
+        bucket = self.buckets[self.number]
+        flat = torch.cat([self.grad(p).flatten() for p in bucket])
+        self.entries.append((dist.all_reduce(flat, async_op=True), flat, bucket))
+        self.number += 1
+
+    def finish(self):
+        while self.number < len(self.buckets):
+            self.send()
+        for handle, flat, bucket in self.entries:
+            handle.wait()
+            flat /= world_size
+            for p, part in zip(bucket, flat.split([p.numel() for p in bucket])):
+                p.grad = part.view_as(p)
+        self.there, self.number = set(), 0
+
+
+# %% lab02.4: no context manager
+class OverlappedBuckets(Sound):
+    def no_sync(self):
+        self.quiet = True
+        try:
+            yield
+        finally:
+            self.quiet = False
+
+
+# %% lab02.4: no context manager (nothing at all)
+class OverlappedBuckets(Sound):
+    def no_sync(self):
+        self.quiet = True
 
 
 # %% lab02.5: another mistake

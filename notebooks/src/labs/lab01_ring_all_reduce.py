@@ -260,8 +260,8 @@ dtlab.check("lab01.4")
 # Six programs should all-reduce 7 elements around a ring of four ranks. You see them only from outside: what each rank holds
 # afterwards at each place, as the parts that are added up there; what each rank sent; and the timeline, replayed on
 # eight H100: green while messages of the rank are under way, grey while it computes or starts calls, white while it waits for
-# another rank and nothing of its own is under way. "Sum" is the right sum of its place, "sum of 3" at place 0 that of place 3,
-# and "other" is no sum of parts. Name each program's mistake with one of:
+# another rank and nothing of its own is under way. "Sum" is the right sum of its place, "sum of 3" at place 0 that of place 3;
+# "7 parts" are seven parts added up, some of them more than once. Name each program's mistake with one of:
 #
 # `whole tensors sent`, `joined in order of arrival`, `remainder dropped`, `adds in the second half`,
 # `one neighbour after the other`, `all send first`, `right on rank 0 only`, `rounded to float32`, `nothing wrong`.
