@@ -53,10 +53,9 @@ class ZeroOptimizer:
     ``.half()`` or another wrapper ``step()`` says that the parameters have left: convert first, then wrap.
 
     A parameter without gradient counts as zero (a plain optimizer passes over it; here momentum and weight decay go
-    on). Stage 1: ``.grad`` holds the mean after backward only within this rank's shard, and must stay as it is. Stage
-    2: ``.grad`` is None. So what works on ``.grad`` of all parameters is replaced: ``torch.nn.utils.clip_grad_norm_``
-    by ``clip_grad_norm_`` of this object, ``module.zero_grad()`` by its ``zero_grad()``. Stage 1 says so; stage 2 does
-    not see it: there torch's change nothing, and give a norm of 0.
+    on). After backward ``.grad`` holds the mean only within this rank's shard (stage 1), or shows NaN and has no memory
+    (stage 2), and must stay as it is: instead of ``torch.nn.utils.clip_grad_norm_`` and ``module.zero_grad()`` use
+    ``clip_grad_norm_`` and ``zero_grad`` of this object; the others end in an error.
 
     Communication on each rank, n ranks, P bytes of trainable parameters with padding (a tied one counts once):
     reduce_scatter in backward and all_gather in ``step()``, (n-1)/n P bytes sent by each, two calls a bucket. Stage 2
@@ -148,6 +147,9 @@ class ZeroOptimizer:
             for position, parameter in enumerate(bucket.parameters):
                 hook = functools.partial(_on_gradient, me, bucket, position)
                 hooks.append(parameter.register_post_accumulate_grad_hook(hook))
+                node = torch.autograd.graph.get_gradient_edge(parameter).node  # adds to .grad
+                bucket.nodes.append(node)  # which would go otherwise, with its hook
+                hooks.append(node.register_prehook(functools.partial(_before_gradient, me, bucket, parameter)))
         weakref.finalize(self, lambda: [hook.remove() for hook in hooks])
 
     def _gradient_is_there(self, bucket, position):
@@ -277,10 +279,8 @@ class ZeroOptimizer:
         self._refuse_broken_pass()
         if self.buckets[0].grad is None:
             raise ConfigError("no gradient was reduced since the last step: call backward() outside no_sync() first")
-        if changed := [name for bucket in self.buckets for name in bucket.changed()]:
-            raise ConfigError(f".grad of {some(changed)} was changed or forgotten after backward, where it is right in "
-                              "this rank's shard only. Clip with clip_grad_norm_() of this object, forget with its "
-                              "zero_grad()")
+        for bucket in self.buckets:
+            bucket.refuse_changes()
         return [bucket.grad for bucket in self.buckets]
 
     # checkpoints
@@ -343,6 +343,11 @@ class ZeroOptimizer:
         if total != num_ranks * mine:
             raise ConfigError(f"ranks have different options in param_groups; here {options}: each would update its "
                               "shards with its own. A scheduler must see the same number on every rank: all_reduce it")
+
+
+def _before_gradient(reference, bucket, parameter, _):
+    if reference() is not None and bucket.owns(parameter):
+        bucket.open()
 
 
 def _on_gradient(reference, bucket, position, parameter):

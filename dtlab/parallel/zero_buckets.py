@@ -29,6 +29,8 @@ class ShardedBucket:
         self.has_copy = dtype != self.flat.dtype
         self.master = nn.Parameter(self.mine.to(dtype))
         self.grads, self.grad, self.ready = None, None, set()
+        self.nodes = []
+        self.unknown = torch.full((), torch.nan, dtype=self.flat.dtype, device=self.flat.device)
         self.say_what_it_is()
 
     def say_what_it_is(self):
@@ -45,6 +47,12 @@ class ShardedBucket:
         """Whether every gradient is there."""
         return len(self.ready) == len(self.parameters)
 
+    def open(self):
+        """Stage 2, before a bucket's first gradient of another backward pass: what stood in ``.grad`` goes."""
+        if self.grads is None and self.grad is not None:
+            self.refuse_changes()
+            self.forget_whole_gradients()
+
     def take(self, position):
         """Move one gradient into the flat tensor: the one that autograd made is freed."""
         if self.grads is None:
@@ -60,6 +68,7 @@ class ShardedBucket:
 
     def start(self):
         """Send the gradients: ``(the call's handle, where the mean of this rank's shard will stand)``."""
+        self.open()
         for position in set(range(len(self.parameters))) - self.ready:
             self.take(position)
         self.grads.div_(self.shards.dp_size)  # before the sum: a float16 above 65,504 is infinite
@@ -74,7 +83,9 @@ class ShardedBucket:
         """Wait for the call; stage 2 frees the flat gradients and adds the shard to that of micro-batches before."""
         work.wait()
         if self.zero_stage == 2:
-            self.grads = self.views = None
+            self.grads, self.views = None, [self.unknown.expand(shape) for shape in self.shards.shapes]
+            for parameter, view in zip(self.parameters, self.views):
+                parameter.grad = view  # Subtle: no memory; a norm of it is NaN, and to write into it fails
             if self.grad is not None:
                 # Subtle: a sum of many in 16 bits would lose small ones, so it is kept as the master is
                 mean = tag(self.grad.to(self.master.dtype).add_(mean), "grads")
@@ -85,13 +96,14 @@ class ShardedBucket:
         """What the gradient is now is right: a later change is not."""
         self.sealed = self.grad._version
 
-    def changed(self):
-        """Names of parameters whose reduced ``.grad`` was changed, replaced or forgotten by somebody else."""
-        if self.zero_stage == 2:
-            return []
+    def refuse_changes(self):
+        """Raise ConfigError if a reduced ``.grad`` was changed, replaced or forgotten by somebody else."""
         is_changed = self.grad._version != self.sealed  # of the whole flat tensor
         grads = zip(self.shards.names, self.parameters, self.views)
-        return [name for name, parameter, view in grads if is_changed or parameter.grad is not view]
+        if names := [name for name, parameter, view in grads if is_changed or parameter.grad is not view]:
+            raise ConfigError(f".grad of {some(names)} was changed or forgotten after backward, where it is right in "
+                              "this rank's shard at most. Clip with clip_grad_norm_() of the ZeroOptimizer, forget "
+                              "with its zero_grad()")
 
     def forget_whole_gradients(self):
         for parameter in self.parameters:

@@ -696,9 +696,9 @@ def trained(model, **options):
     return optimizer
 
 
-def stepped_after(change):
+def stepped_after(change, zero_stage=1):
     model = net()
-    optimizer = trained(model)
+    optimizer = trained(model, zero_stage=zero_stage)
     change(model)
     optimizer.step()
 
@@ -733,6 +733,12 @@ def reentrant(model, _):
     for part in model:
         x = torch.utils.checkpoint.checkpoint(part, x, use_reentrant=True)
     x.mean().backward()
+
+
+def forgotten_between(model, _):
+    model(data(0)).mean().backward()
+    model.zero_grad()
+    model(data(0)).mean().backward()
 
 
 def step_of_another_rate():
@@ -793,9 +799,11 @@ REFUSED = [
        "into no_sync(), or use zero_stage=2; after each step call step() or zero_grad() of this object; torch.utils")
       for backward in (two_passes, parts_that_share_no_parameter, the_second_in_no_sync, reentrant)
       for overlap in (True, False)),
-    (lambda: stepped_after(lambda model: nn.utils.clip_grad_norm_(model.parameters(), 9)), "Clip with clip_grad_norm_"),
+    (lambda: stepped_after(lambda model: nn.utils.clip_grad_norm_(model.parameters(), 9)), "Clip with clip_grad"),
     (lambda: stepped_after(lambda model: setattr(model[2].bias, "grad", model[2].bias.data)), ".grad of 2.bias was"),
     (lambda: stepped_after(nn.Module.zero_grad), "forget with its zero_grad()"),
+    (lambda: stepped_after(nn.Module.zero_grad, zero_stage=2), "forget with its zero_grad()"),
+    (lambda: reduced_twice(forgotten_between, zero_stage=2), "forget with its zero_grad()"),
     (step_of_another_rate, "ranks have different options in param_groups; here [{'lr': 0."),
     (lambda: make(net().to("meta")), "0.weight, 0.bias, 2.weight, 2.bias on the meta device"),
     (lambda: make(master_dtype="float32"), "master_dtype ('float32') must be None or a dtype, such as torch.float32"),
@@ -844,6 +852,20 @@ def plainly(backward):
 def test_stage_2_adds_up_backward_passes_and_ignores_no_sync(backward):
     for params in pool(2).run(reduced_twice, backward, zero_stage=2, bucket_bytes=100):
         close(params, plainly(backward))
+
+
+def clipped_by_torch():
+    """On a rank: stage 2."""
+    model = net()
+    trained(model, zero_stage=2)
+    with pytest.raises(RuntimeError):  # torch's: elements share memory
+        nn.utils.clip_grad_norm_(model.parameters(), 1.0)
+    return nn.utils.get_total_norm([p.grad for p in model.parameters()]).isnan()
+
+
+@pytest.mark.ranks
+def test_stage_2_has_no_gradients_that_torch_could_clip():
+    assert pool(2).run(clipped_by_torch) == [True, True]
 
 
 class Waves(nn.Module):
