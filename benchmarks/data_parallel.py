@@ -22,7 +22,7 @@ def keep_steps(make, *args):
     """On a rank: make the steps and keep them for the rounds."""
     import __main__
 
-    __main__.data_parallel_steps = make(*args)
+    __main__.steps = make(*args)
 
 
 def time_step(name, times):
@@ -33,7 +33,7 @@ def time_step(name, times):
 
     import __main__
 
-    step, seconds = __main__.data_parallel_steps[name], []
+    step, seconds = __main__.steps[name], []
     for _ in range(times):
         dist.barrier()
         started = time.perf_counter()

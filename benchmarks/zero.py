@@ -11,13 +11,10 @@ NUM_RANKS, BATCH_SIZE = 2, 4
 
 def make_zero_steps(stage, peers):
     """On a rank: ``{name: a training step}`` of the lessons' GPT by ours and by DeepSpeed, if that is there."""
-    import os
-    import warnings
-
     import torch
-    import torch.distributed as dist
     import torch.nn.functional as F
 
+    from dtlab.data.recordings import deepspeed_engine
     from dtlab.models import GPT, GPTConfig
     from dtlab.parallel import ZeroOptimizer
 
@@ -37,16 +34,8 @@ def make_zero_steps(stage, peers):
         return step
 
     def theirs():
-        os.environ.update(DS_ACCELERATOR="cpu", LOCAL_RANK=str(dist.get_rank()))
-        warnings.simplefilter("ignore", FutureWarning)  # it uses names that torch is about to drop
-        import deepspeed
-
-        model = GPT(GPTConfig())
-        settings = {"train_micro_batch_size_per_gpu": BATCH_SIZE, "zero_allow_untested_optimizer": True,
-                    "gradient_clipping": 0.0,
-                    "zero_optimization": {"stage": stage, "reduce_bucket_size": 25 * 2**18}}  # 25 MiB, as ours
-        engine, *_ = deepspeed.initialize(model=model, optimizer=torch.optim.AdamW(model.parameters()),
-                                          config=settings, dist_init_required=False)
+        model, zero = GPT(GPTConfig()), {"stage": stage, "reduce_bucket_size": 25 * 2**18}  # 25 MiB, as ours
+        engine = deepspeed_engine(model, torch.optim.AdamW(model.parameters()), micro_batch_size=BATCH_SIZE, zero=zero)
 
         def step():
             engine.backward(loss_of(engine))
@@ -76,14 +65,14 @@ def run_step(name):
     """On a rank: one step."""
     import __main__
 
-    __main__.data_parallel_steps[name]()
+    __main__.steps[name]()
 
 
 def names_of_steps():
     """On a rank: which are kept."""
     import __main__
 
-    return list(__main__.data_parallel_steps)
+    return list(__main__.steps)
 
 
 @contextlib.contextmanager

@@ -1,7 +1,5 @@
 """DeepSpeed's ZeRO beside ours and beside one process in float32: what they learn, hold and send."""
 import functools
-import os
-import warnings
 
 import deepspeed_program
 import pytest
@@ -62,18 +60,11 @@ def alone(stage):
 
 
 def theirs(stage):
-    os.environ.update(DS_ACCELERATOR="cpu", LOCAL_RANK=str(dist.get_rank()))
-    warnings.simplefilter("ignore", FutureWarning)
-    import deepspeed
+    engine = recordings.deepspeed_engine(model := GPT(CONFIG, seed=0), torch.optim.AdamW(model.parameters(), **ADAM),
+                                         micro_batch_size=12 // dist.get_world_size(),
+                                         zero={**recordings.DEEPSPEED_ZERO3, "stage": stage})
     from deepspeed.utils import safe_get_full_fp32_param, safe_get_full_grad
 
-    model = GPT(CONFIG, seed=0)
-    zero = {"stage": stage, "overlap_comm": False, "reduce_bucket_size": 10_000, "stage3_max_live_parameters": 0,
-            "stage3_max_reuse_distance": 0, "stage3_prefetch_bucket_size": 0, "stage3_param_persistence_threshold": 0}
-    settings = {"train_micro_batch_size_per_gpu": 12 // dist.get_world_size(), "zero_optimization": zero,
-                "zero_allow_untested_optimizer": True, "gradient_clipping": 0.0}
-    optimizer = torch.optim.AdamW(model.parameters(), **ADAM)
-    engine, *_ = deepspeed.initialize(model=model, optimizer=optimizer, config=settings, dist_init_required=False)
     whole = lambda get: lambda: {name: get(p).clone() for name, p in model.named_parameters()}
     return engine, engine.backward, engine.step, whole(safe_get_full_grad), whole(safe_get_full_fp32_param)
 

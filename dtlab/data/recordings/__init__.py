@@ -30,11 +30,12 @@ def load(name: str) -> Recording:
     return recording
 
 
-def deepspeed_engine(model, optimizer, *, micro_batch_size: int):
-    """DeepSpeed's engine by ``DEEPSPEED_ZERO3``, on a rank: model and optimizer in one. Needs ``dtlab[peers]``.
+def deepspeed_engine(model, optimizer, *, micro_batch_size: int, zero: dict = DEEPSPEED_ZERO3):
+    """DeepSpeed's engine, on a rank: model and optimizer in one. Needs ``dtlab[peers]``.
 
     Args:
         micro_batch_size: sequences on each rank (count).
+        zero: its settings of ``zero_optimization``.
     """
     import torch.distributed as dist
 
@@ -44,7 +45,7 @@ def deepspeed_engine(model, optimizer, *, micro_batch_size: int):
         os.environ["DS_ACCELERATOR"] = "cpu"
     import deepspeed
 
-    settings = {"train_micro_batch_size_per_gpu": micro_batch_size, "zero_optimization": DEEPSPEED_ZERO3,
+    settings = {"train_micro_batch_size_per_gpu": micro_batch_size, "zero_optimization": zero,
                 "zero_allow_untested_optimizer": True, "gradient_clipping": 0.0}  # else 1.0
     engine, *_ = deepspeed.initialize(model=model, optimizer=optimizer, config=settings, dist_init_required=False)
     return engine
