@@ -198,7 +198,8 @@ def observed(letter, steps=STEPS, backward_s=0.0):
             with ddp.no_sync() if adds_up or early else contextlib.nullcontext():
                 loss_sum, _ = token_loss(ddp, batch)
                 (factor * loss_sum / divisor).backward()
-            sums.append(loss_sum.item())
+            with quiet():  # the recording is of the step alone
+                sums.append(loss_sum.item())
         with quiet():
             used = flat(gradients(model).values()) if used is None else used
         optimizer.step()

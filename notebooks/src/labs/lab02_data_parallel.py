@@ -322,7 +322,8 @@ dtlab.check("lab02.4")
 #
 # Six programs train `Net` on four ranks, two micro-batches a step, later ranks with more tokens. Each has one mistake. You see them
 # only from outside: the gradient of the first step beside the right one, how far the replicas are apart, the bytes, when
-# the first call starts, the loss, and the timeline of rank 0 in one step. Name each mistake with one of:
+# the first call starts, the loss, and the timeline of rank 0 in one step (its optimizer sleeps, so that you can see it). Name
+# each mistake with one of:
 #
 # `sum for mean`, `averaged twice`, `mean of means`, `no broadcast`, `reduces every micro-batch`, `sends after backward`,
 # `steps before wait`, `nothing wrong`.
