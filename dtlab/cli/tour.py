@@ -77,7 +77,7 @@ def train(job: Job, model, step: Callable) -> Trained:
         start = time.perf_counter()
         losses.append(step(*job.batch(number)).item())
         seconds.append(time.perf_counter() - start)
-    named = dict(model.named_parameters())
+    named = {name.removeprefix("module."): parameter for name, parameter in model.named_parameters()}
     return Trained(losses, {name: p.grad for name, p in named.items()}, {name: p.detach() for name, p in named.items()},
                    min(seconds))
 
@@ -155,7 +155,7 @@ def with_replica(job: Job, wrap: Callable) -> Trained:
         optimizer.step()
         return add_over_ranks(loss)
 
-    return train(job, model, step)
+    return train(job, replica, step)
 
 
 def zero(job: Job, zero_stage: int = 1) -> Trained:
