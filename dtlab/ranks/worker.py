@@ -30,7 +30,9 @@ from dtlab.ranks.zygote import die_with_parent
 from dtlab.record.names import global_names
 
 _STOP_SIGNAL = signal.SIGUSR2
-_ENGINE_FILES = tuple(f"/dtlab/ranks/{name}.py" for name in ("wire", "board", "calls", "console", "worker", "parcels"))
+_ENGINE_FILES = tuple(f"/dtlab/{name}.py" for name in (
+    "ranks/wire", "ranks/board", "ranks/calls", "ranks/console", "ranks/worker", "ranks/parcels",
+    "record/memory"))  # fmt: skip  (what is raised in a weak reference's callback, Python prints and forgets)
 _WAITING_FILES = ("/torch/autograd/", "/torch/distributed/", "/torch/nn/parallel/", "/dtlab/ranks/calls.py")
 _NEVER = datetime.timedelta(days=1)  # dtlab's own limit decides, and says who waits for whom
 _STOP_AGAIN_S = 0.5  # code that swallowed the first stop gets another
@@ -275,7 +277,7 @@ class Worker:
 
 
 def is_in_engine(frame):
-    """Whether dtlab's own code is at work: half a message, or half a call on the board, would break the rank."""
+    """Whether dtlab's own code is at work, of which half would break the rank or its recording: a message, a call."""
     for code in (f.f_code for f, _ in traceback.walk_stack(frame)):
         is_engine = code.co_filename.endswith(_ENGINE_FILES)
         if is_engine or code is cells.run_function.__code__ or owner(code.co_filename) == USERS:

@@ -14,6 +14,7 @@ from torch.utils.checkpoint import checkpoint
 import dtlab
 from dtlab.models import GPT, GPTConfig
 from dtlab.ranks import calls
+from dtlab.ranks.worker import is_in_engine
 from dtlab.record import recorder
 from dtlab.record.memory import Memory
 
@@ -158,6 +159,13 @@ def test_what_is_not_used_does_not_count():
     recording = record_here(lambda: torch.ones(3))
     assert recording.memory().loc[0].peak == 12
     del other
+
+
+def test_a_stop_waits_while_memory_is_given_back():
+    waits = []
+    memory = Memory([], lambda: waits.append(is_in_engine(sys._getframe(1))) or 0.0, None)
+    memory.of(torch.ones(3))  # met, and gone at once
+    assert waits == [True, True]
 
 
 def test_views_count_once_and_resizing_is_seen():
