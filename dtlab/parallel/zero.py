@@ -49,8 +49,9 @@ class ZeroOptimizer:
     then ``step()`` of this object. ``step()`` uses the gradients up; ``zero_grad()`` forgets them without a step.
 
     Parameters become views of flat tensors, so that nothing is copied when shards are gathered. ``state_dict()`` and
-    ``load_state_dict()`` of ``module`` work as before and ``deepcopy`` gives a model of its own; after ``.to()``,
-    ``.half()`` or another wrapper ``step()`` says that the parameters have left: convert first, then wrap.
+    ``load_state_dict()`` of ``module`` work as before (load on every rank: each writes its part only) and ``deepcopy``
+    gives a model of its own; after ``.to()``, ``.half()`` or another wrapper ``step()`` says that the parameters have
+    left: convert first, then wrap.
 
     A parameter without gradient counts as zero (a plain optimizer passes over it; here momentum and weight decay go
     on). After backward ``.grad`` holds the mean only within this rank's shard (stage 1), or shows NaN and has no memory
