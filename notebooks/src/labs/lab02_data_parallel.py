@@ -43,7 +43,8 @@ torch.set_num_threads(1)
 net = Net(seed=0)
 for name, tensor in named_tensors(net).items():
     kind = "parameter" if isinstance(tensor, torch.nn.Parameter) else "buffer"
-    print(f"{name:26} {kind:9} {str(tuple(tensor.shape)):7} {str(tensor.dtype)[6:]:8}", "trained" * tensor.requires_grad)
+    shape, dtype = str(tuple(tensor.shape)), str(tensor.dtype)[6:]
+    print(f"{name:26} {kind:9} {shape:7} {dtype:8}", "trained" * tensor.requires_grad)
 print("head.weight is embedding.weight:", net.head.weight is net.embedding.weight)
 
 # %% [markdown]
