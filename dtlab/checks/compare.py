@@ -15,7 +15,7 @@ def difference(theirs, right, *, rtol=RTOL, atol=ATOL, place=""):
     if isinstance(right, dict):
         if not isinstance(theirs, dict) or theirs.keys() != right.keys():
             return f"{at}{_brief(theirs)} should have {', '.join(map(str, right))}"
-        pairs = [(f"{place}{'.' if place else ''}{key}", theirs[key], right[key]) for key in right]
+        pairs = [(f"{place}{', ' if place else ''}{key}", theirs[key], right[key]) for key in right]
     elif isinstance(right, (list, tuple)):
         if not isinstance(theirs, (list, tuple)) or len(theirs) != len(right):
             return f"{at}{_brief(theirs)} should be {_brief(right)}"

@@ -41,7 +41,7 @@ def _adam(parameters):
 
 def three(case, StageThree):
     """On every rank: losses, the input's gradient, and the shards with their gradients after each step."""
-    used = []
+    used = {}
     with lab.by_hand():
         model = StageThree(layers_of(case))
         optimizer = _adam(model.parameters())
@@ -54,8 +54,9 @@ def three(case, StageThree):
             grads = [None if p.grad is None else p.grad.clone() for p in model.parameters()]
             optimizer.step()
             optimizer.zero_grad()
-            used.append({"loss": loss.item(), "gradient of x": x.grad, "gradients": grads,
-                         "shards": [p.detach().clone() for p in model.parameters()]})  # fmt: skip
+            used[f"step {len(used) + 1}"] = {
+                "loss": loss.item(), "gradient of x": x.grad, "gradients": grads,
+                "shards": [p.detach().clone() for p in model.parameters()]}  # fmt: skip
     return used
 
 
@@ -67,7 +68,7 @@ def shard_of(whole, rank, size):
 
 def three_spec(case, scale=1.0):
     """What ``three`` returns where all is right; ``scale`` is of every gradient."""
-    layers, results = layers_of(case), [[] for _ in range(case.world_size)]
+    layers, results = layers_of(case), [{} for _ in range(case.world_size)]
     single, model = list(dict.fromkeys(layers)), nn.Sequential(*layers)
     optimizer = _adam(model.parameters())
     for batches in case["batches"]:
@@ -82,9 +83,10 @@ def three_spec(case, scale=1.0):
         optimizer.zero_grad()
         after = [flat(layer.parameters()) for layer in single]
         for rank, its in enumerate(results):
-            its.append({"loss": losses[rank].item(), "gradient of x": inputs[rank].grad,
-                        "gradients": [shard_of(whole, rank, case.world_size) for whole in grads],
-                        "shards": [shard_of(whole, rank, case.world_size) for whole in after]})  # fmt: skip
+            its[f"step {len(its) + 1}"] = {
+                "loss": losses[rank].item(), "gradient of x": inputs[rank].grad,
+                "gradients": [shard_of(whole, rank, case.world_size) for whole in grads],
+                "shards": [shard_of(whole, rank, case.world_size) for whole in after]}  # fmt: skip
     return results
 
 
@@ -142,50 +144,59 @@ def few_layers(case, recording):
 def _piles_up(evidence, _):
     case = evidence.case
     found = sum(held(evidence.recording, 0).values()) / max(layer_bytes(case).values())
-    return few_layers(case, evidence.recording) and f"{found:.0f} layers' bytes at once, of {len(case['order'])} layers"
+    return few_layers(case, evidence.recording) and (
+        f"the bytes of {found:.0f} layers at once, where the whole model has {len(case['order'])}")
 
 
 def _once(evidence, expected):
     case, recording = evidence.case, evidence.recording
-    return _piles_up(evidence, expected) and sent(recording) <= 0.7 * allowed_bytes(case)
+    return sent(recording) <= 0.7 * allowed_bytes(case) and _piles_up(evidence, expected)
 
 
 def _scaled(factor):
     """Whether all gradients of the first step are ``factor(case)`` times the right ones."""
     def seen(evidence, _):
         wanted = factor(evidence.case)
-        told = [its[0]["gradients"] for its in three_spec(evidence.case, wanted)]
-        return wanted != 1 and difference([its[0]["gradients"] for its in evidence.results], told) is None and (
+        told, theirs = ([its["step 1"]["gradients"] for its in results]
+                        for results in (three_spec(evidence.case, wanted), evidence.results))  # fmt: skip
+        return wanted != 1 and difference(theirs, told) is None and (
             f"{wanted:.3g}")
     return when(seen)
 
 
 def _shapes(evidence, expected):
-    theirs, right = ([tuple(its.shape) for its in each[0][0]["shards"]] for each in (evidence.results, expected))
+    theirs, right = ([tuple(its.shape) for its in each[0]["step 1"]["shards"]] for each in (evidence.results, expected))
     return theirs != right and f"{theirs[:3]}, where {right[:3]} are asked for"
 
 
 def _missing(what):
     return when(lambda evidence, _: any(step[what] is None or None in [*step[what]][:1] for its in evidence.results
-                                        for step in its))  # fmt: skip
+                                        for step in its.values()))  # fmt: skip
 
 
 def _one_use(evidence, expected):
-    (first, *rest), (right, *others) = (its[0][0]["gradients"] for its in (evidence.results, expected))
+    (first, *rest), (right, *others) = (its[0]["step 1"]["gradients"] for its in (evidence.results, expected))
     twice = len(set(evidence.case["order"])) < len(evidence.case["order"])
     return twice and difference(first, right) and ratio(first, right) is None and not difference(rest, others)
 
 
+_NOT_WHOLE = (r"[^\n]*(storage of size 0|setStorage|size mismatch|shapes cannot|mat1 and|mat2 must|"
+              r"invalid for input)[^\n]*")  # fmt: skip
 STAGE_THREE = Exercise(
     "lab03.5", "gather, free, gather again, free", ("StageThree",), three_cases, three, three_spec,
     budget=(few_bytes, few_layers), forbidden=("all_reduce", "broadcast"), minutes=35,
-    hint="Between the forward and the backward of layer 1, who still holds its whole weight?",
     mistakes=(
         lab.BORROWED, lab.PADDING, lab.UNAWAITED,
+        Mistake("fewer chunks than ranks", "a layer of fewer numbers than ranks has fewer chunks, and the last ranks "
+                "have none ({}): pad it first.", failed("raised", says=r"index out of range(?=(?s:.*)(chunk|split))")),
+        Mistake("hidden shards", "parameters() gives none: nn.Module does not look into plain lists. "
+                "nn.ParameterList shows its tensors.", failed("raised", says="empty parameter list")),
+        Mistake("a part computes", "in forward a layer computes with a weight that is not whole, or not of its shape. "
+                "Gather it and view it before.", lambda evidence, _: "in forward\n" in evidence.text
+                and "in backward\n" not in evidence.text and failed("raised", says=_NOT_WHOLE)(evidence, _)),
         Mistake("frees before backward needs it", "backward meets a weight whose memory is gone: {}. What was freed "
                 "after a layer's forward is gathered again before its backward.",
-                failed("raised", "died", says=r"[^\n]*(storage of size 0|setStorage|size mismatch|shapes cannot|"
-                                              r"mat1 and|inplace operation|invalid for input)[^\n]*")),
+                failed("raised", "died", says=_NOT_WHOLE.replace("(", "(inplace operation|", 1))),
         Mistake("not the shards", "parameters() gives tensors of shapes {}: this rank's shard of each layer, flat and "
                 "padded.", when(_shapes)),
         Mistake("no gradient for the shards", "a shard's .grad is None after backward: it has to be part of the graph, "
@@ -199,9 +210,9 @@ STAGE_THREE = Exercise(
         Mistake("one of two uses", "all is right but the gradient of the layer that is used twice: its uses add up.",
                 when(_one_use)),
         Mistake("gathers once and keeps", "the values are right, each layer is gathered once and kept until backward: "
-                "{}. That saves a third of the bytes sent, and costs what stage 3 was for.", when(_once)),
-        Mistake("whole layers pile up", "the values are right, but there are {}. The given ones (who keeps a module "
-                "keeps its parameters, a view its whole storage), gathered ones (autograd saves weights for backward), "
-                "or whole gradients.", when(_piles_up)),
+                "a rank holds {}. That saves a third of the bytes sent, and costs what stage 3 was for.", when(_once)),
+        Mistake("whole layers pile up", "the values are right, but a rank holds {}: layers that were given (who keeps "
+                "a module keeps its parameters, a view its whole storage) or gathered (autograd saves weights for "
+                "backward), or whole gradients.", when(_piles_up)),
         lab.ALL_REDUCE,
     ))  # fmt: skip

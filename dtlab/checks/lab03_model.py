@@ -95,13 +95,15 @@ def loss_of(model, batch):
     return ((model(x, *with_branch) - target) ** 2).mean()
 
 
-def serial(case, *, scale=1.0, ranks=None, numbers=slice(None), anew=False, one_group=False, adds_up=False):
+def serial(case, *, scale=1.0, ranks=None, numbers=slice(None), anew=False, one_group=False, adds_up=False,
+           settings=("lr", "weight_decay")):  # fmt: skip
     """Name -> parameter after each step, in one process; the keywords change what a mistake changes."""
     model, steps, optimizer = Net(case["seed"], case["widths"]), [], None
     ranks = range(case.world_size) if ranks is None else ranks
     for batches in case["batches"]:
         if anew or optimizer is None:
-            first, rest = decay_groups(model)
+            first, rest = ({key: its for key, its in group.items() if key in ("params", *settings)}
+                           for group in decay_groups(model))  # fmt: skip
             groups = [first, {**first, "params": rest["params"]} if one_group else rest]
             optimizer = OPTIMIZERS[case["optimizer"]][0](groups)
         for rank in ranks:

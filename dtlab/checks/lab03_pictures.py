@@ -1,4 +1,6 @@
 """The pictures of lab 03: what is to come out, beside what the learner's functions do; also while there are none."""
+import math
+
 from dtlab.checks import lab03_layers as layers
 from dtlab.checks import lab03_stages as stages
 from dtlab.checks.lab02_pictures import stack
@@ -44,23 +46,24 @@ def _map(length, its):
 # 2, 3, 5: memory by category
 
 
-def _memory(case, evidence, whole, target, found, foot):
-    """Columns of bytes by category: unsharded, target, and what ``found(rank)`` says."""
+def _memory(case, evidence, whole, allowed, found, foot):
+    """Columns of bytes by category: unsharded, what is allowed, and what ``found(rank)`` says."""
     ranks = range(case.world_size)
-    its = [whole, target, *(found(rank) if evidence.recording else dict.fromkeys(whole, 0) for rank in ranks)]
-    names = ["unsharded", "target", *(f"rank {rank}" for rank in ranks)]
+    its = [whole, allowed, *(found(rank) if evidence.recording else dict.fromkeys(whole, 0) for rank in ranks)]
+    names = ["unsharded", "allowed", *(f"rank {rank}" for rank in ranks)]
     said = "; ".join(f"{name}: {each}" for name, each in zip(names, its))
+    foot += f"; from below: {', '.join(name[0].upper() for name in whole)}"  # thin ones have no letter
     drawn = columns(names, {name: [each[name] / 1000 for each in its] for name in whole}, x=foot, y="peak [kB]",
                     marked=1, title="Memory by category", text=f"{said}. {foot}")  # fmt: skip
     return stack([(f"{case}; yours: {evidence.in_words or 'measured'}", drawn)], title="Memory by category")
 
 
-def _stage(case, evidence, target, held):
-    """Of stage 1 or 2: ``target`` bytes of gradients, where a rank holds ``held(recording, rank)``."""
+def _stage(case, evidence, allowed, held):
+    """Of stage 1 or 2: ``allowed`` bytes of gradients, where a rank holds ``held(recording, rank)``."""
     params, recording = stages.shard_bytes(case, 1), evidence.recording
     each = lambda grads, states: {"params": params, "grads": grads, "optimizer_states": states}
     spent = f"{max(moved(recording, rank) for rank in recording.ranks):,} of" if recording else "at most"
-    return _memory(case, evidence, each(params, stages.state_bytes(case, 1)), each(target, stages.state_bytes(case)),
+    return _memory(case, evidence, each(params, stages.state_bytes(case, 1)), each(allowed, stages.state_bytes(case)),
                    lambda rank: each(held(recording, rank), stages.states(recording, rank)),
                    f"handed to calls: {spent} {stages.allowed_moves(case):,} bytes")  # fmt: skip
 
@@ -97,17 +100,23 @@ def clip(case, expected, evidence):
     panels, said = [], []
     for title, ticks, get in (("norm", (0, 10, 20), lambda its: its["norm"]),
                               ("12, clipped", (0, 6, 12), lambda its: its["whole"][0])):
-        values = [float(get(expected[0][name]))]
-        for rank in ranks:
-            try:
-                values.append(float(get(evidence.results[rank][name])))
-            except (TypeError, ValueError, RuntimeError):  # no number
-                values.append(0.0)
-        shown = [f"{value:.4g}" if evidence.results or not row else "?" for row, value in enumerate(values)]
+        values = [float(get(expected[0][name])), *(_number(get, evidence.results[rank][name]) if evidence.results
+                                                   else math.nan for rank in ranks)]  # fmt: skip
+        none = "no number" if evidence.results else "?"
+        shown = [none if math.isnan(value) else f"{value:.4g}" for value in values]
         wrong = [row for row, value in enumerate(values) if not abs(value - values[0]) < 1e-9]
-        panels.append(Panel(title, [max(0.0, v) for v in values], shown, [(at, str(at)) for at in ticks], hollow=wrong))
+        panels.append(Panel(title, [max(0.0, v) if math.isfinite(v) else 0.0 for v in values], shown,
+                            [(at, str(at)) for at in ticks], hollow=wrong))
         said.append(f"{title}: target {shown[0]}, yours {', '.join(shown[1:])}")
     foot = evidence.in_words or "filled: as the target; outline only: not"
     drawn = bars(["target", *(f"rank {rank}" for rank in ranks)], panels, marked=0, foot=foot, title="Norm",
                  text=f"{'; '.join(said)}. {foot}")
     return stack([("Shards of 3 and of 4, 12 on both ranks, to be clipped to 6.5", drawn)], title="Norm")
+
+
+def _number(get, its):
+    """What ``get`` reads as a number; NaN where there is none."""
+    try:
+        return float(get(its))
+    except (TypeError, ValueError, RuntimeError):
+        return math.nan

@@ -7,7 +7,7 @@ import torch.distributed as dist
 
 from dtlab.checks.compare import difference, ratio
 from dtlab.checks.evidence import Case
-from dtlab.checks.exercise import Exercise, Mistake, when
+from dtlab.checks.exercise import Exercise, Mistake, failed, when
 from dtlab.checks.lab02_programs import flat, moved
 from dtlab.checks.lab03_model import ABSENT, BORROWED, by_hand, cut_line, draw, even, pieces
 
@@ -17,22 +17,34 @@ from dtlab.checks.lab03_model import ABSENT, BORROWED, by_hand, cut_line, draw, 
 def cut_cases(rng):
     odd = [rng.randrange(1, 30) for _ in range(5)]
     more = [([8], 1), ([5], 4), ([1, 2], 5), ([6, 0, 6], 3), (odd, 3), (odd, 7), ([4, 4, 4, 4], 4)]
-    return [Case(2, "five parameters for four ranks", {"cuts": [([12, 3, 7, 1, 10], 4)]}),
-            Case(1, "other sizes and ranks", {"cuts": more})]  # fmt: skip
+    return [Case(2, "called", {"cuts": [([12, 3, 7, 1, 10], 4)]}), Case(1, "called", {"cuts": more})]
 
 
 def cut_key(sizes, world_size):
-    return f"{', '.join(map(str, sizes))} on {world_size}"
+    return f"{', '.join(map(str, sizes))} elements for {world_size} rank{'s' * (world_size > 1)}"
 
 
 def cut(case, shard_pieces):
-    """On every rank: the shards of all sizes of a case."""
+    """On every rank: the shards of all sizes of a case; before them, in words, which are wrong."""
     with by_hand():
-        return {cut_key(*its): shard_pieces(*its) for its in case["cuts"]}
+        found = {cut_key(*its): shard_pieces(*its) for its in case["cuts"]}
+    return {"": next(filter(None, (_wrong_cut(found[cut_key(*its)], *its) for its in case["cuts"])), ""), **found}
+
+
+def _wrong_cut(theirs, sizes, n):
+    """Which rank's pieces are wrong, in the notation of the picture; empty where they are right, or no such lists."""
+    words = lambda its: ", ".join(f"{number}[{start}:{end}]" for number, start, end in its) or "nothing"
+    try:
+        for rank, (mine, right) in enumerate(zip(theirs[1], pieces(sizes, n)[1])):
+            if difference(list(mine), right):
+                return f"{cut_key(sizes, n)}: {words(mine)} in the shard of rank {rank} should be {words(right)}"
+    except (TypeError, ValueError, IndexError):
+        pass
+    return ""
 
 
 def cut_spec(case):
-    return [{cut_key(*its): pieces(*its) for its in case["cuts"]}] * case.world_size
+    return [{"": "", **{cut_key(*its): pieces(*its) for its in case["cuts"]}}] * case.world_size
 
 
 def _cut_as(wrong):
@@ -71,17 +83,25 @@ def _whole(evidence, expected):
 
 
 def _other_length(evidence, expected):
-    theirs, right = evidence.results[0], expected[0]
-    wrong = [key for key in right if theirs[key][0] != right[key][0]]
-    return not any(difference(theirs[key][1], right[key][1]) for key in right) and (
-        f"{theirs[wrong[0]][0]} for {wrong[0]}, where {right[wrong[0]][0]} is right")
+    theirs, keys = evidence.results[0], [cut_key(*its) for its in evidence.case["cuts"]]
+    wrong = next(key for key in keys if theirs[key][0] != expected[0][key][0])
+    return not any(difference(theirs[key][1], expected[0][key][1]) for key in keys) and (
+        f"{theirs[wrong][0]} where {expected[0][wrong][0]} is right ({wrong})")
+
+
+def _own_pieces(evidence, expected):
+    """Whether each rank returned its own list, no list of lists."""
+    return not any(difference(theirs[key][1], expected[0][key][1][rank]) for rank, theirs in enumerate(evidence.results)
+                   for key in map(lambda its: cut_key(*its), evidence.case["cuts"]))  # fmt: skip
 
 
 PIECES = Exercise(
     "lab03.1", "every element on one rank, every shard of one length", ("shard_pieces",), cut_cases, cut, cut_spec,
-    minutes=10, hint="Where in the line does shard 2 begin, and in which parameter is that?",
+    minutes=10,
     mistakes=(
         BORROWED,
+        Mistake("only its own pieces", "a rank returns its own pieces. Asked for is a list with those of every rank, "
+                "in the order of the ranks.", when(_own_pieces)),
         Mistake("whole parameters", "every parameter lies on one rank as a whole: the rank with the large embedding "
                 "saves nothing, however many ranks there are.", when(_whole)),
         Mistake("remainder dropped", "a shard has total // world_size elements, and the rest lies on no rank: nobody "
@@ -102,26 +122,34 @@ PIECES = Exercise(
 
 
 def clip_cases(rng):
-    """Several tries each, so that ranks are started three times only."""
-    def one(name, length, whole, *, size=3, max_norm=0.5, norm_type=2.0, padding=0, tied=False, zero=False):
+    """Several tries each, so that ranks are started three times only; what has to be there to trap is not drawn."""
+    def one(name, length, whole, *, size=3, max_norm=0.5, norm_type=2.0, padding=0, filler=100.0, zero=False):
         shards, its = ([draw(rng, *shape) * (not zero) for shape in shapes] for shapes in ([(length,)] * size, whole))
-        found = Case(size, name, {"shards": shards, "padding": padding, "whole": its, "tied": tied,
+        found = Case(size, name, {"shards": shards, "padding": padding, "whole": its, "tied": False,
                                   "max_norm": max_norm, "norm_type": norm_type})  # fmt: skip
         for rank in range(size):
-            shards[rank][len(own(found, rank)) :] = 100.0  # what happened to lie there
+            shards[rank][len(own(found, rank)) :] = filler  # what happened to lie there
         return found
 
     thirteen = one("shards 3 and 4, 12 on both", 1, [(1,)], size=2, max_norm=6.5)
     for tensor, value in zip([*thirteen["shards"], *thirteen["whole"]], (3.0, 4.0, 12.0)):
         tensor.fill_(value)
-    return [Case(2, "first", {"tries": [thirteen]}), Case(1, "last", {"tries": [one("one rank", 3, [(2,)], size=1)]}),
-            Case(3, "then", {"tries": [
+    tied, equal = one("a tied gradient in the list twice", 3, [(2, 3)]), one("two gradients of equal values", 3, [(3,)])
+    tied.data["tied"], equal["whole"][1:] = True, [equal["whole"][0].clone()]
+    largest = [one("the largest value as the norm", 2, [(4,)], norm_type=math.inf, padding=3),
+               one("the largest value, which all have", 2, [(4,)], norm_type=math.inf)]  # fmt: skip
+    for its in (largest[0]["shards"][0], largest[1]["whole"][0]):
+        its[:2] = torch.tensor([1.5, -2.0])  # the others are smaller
+    return [Case(2, "clipped", {"tries": [thirteen]}),
+            Case(1, "clipped", {"tries": [one("one rank", 3, [(2,)], size=1)]}),
+            Case(3, "clipped", {"tries": [
                 one("seven numbers in shards of three", 3, [(2, 2), (3,)], padding=2),
                 one("a rank with padding only", 2, [], padding=3),
-                one("a tied gradient in the list twice", 3, [(2, 3)], tied=True),
-                one("the largest value as the norm", 2, [(4,)], norm_type=math.inf),
+                one("NaN in the padding", 2, [(2,)], padding=3, filler=math.nan),
+                tied, equal, *largest,
+                one("the largest value, a rank with nothing", 2, [], norm_type=math.inf, padding=3),
                 one("the sum of absolute values as the norm", 3, [(2,)], norm_type=1.0, padding=1),
-                one("a norm below the limit", 2, [(2,)], max_norm=1e3),
+                one("a norm below the limit, long shards", 200, [(2,)], max_norm=1e3),  # too long to be gathered
                 one("nothing but zeros", 2, [(2,)], zero=True)]})]  # fmt: skip
 
 
@@ -197,7 +225,7 @@ def _norm_is(value):
         case, theirs = evidence.case, [float(its["norm"]) for its in evidence.results]
         told, right = [value(case, rank) for rank in range(case.world_size)], expected[0]["norm"]
         return difference(theirs, told) is None and any(difference(its, right) for its in theirs) and (
-            f"{', '.join(f'{its:.2f}' for its in theirs)} instead of {right:.2f}")
+            f"{', '.join(f'{its:.5g}' for its in theirs)} instead of {right:.5g}")
     return _in_a_try(seen)
 
 
@@ -210,7 +238,7 @@ def _scaled(test):
             found = [1.0 if torch.equal(*pair) else ratio(*pair) or math.nan for pair in pairs if len(pair[0])]
             if not difference(its["norm"], expected[rank]["norm"]) and test(case, rank, found):
                 right = _factor(case, _right(case))
-                return f"rank {rank}: {', '.join(f'{one:.7g}' for one in found)} where {right:.7g} is right"
+                return f"rank {rank}: {', '.join(f'{one:.10g}' for one in found)} where {right:.10g} is right"
         return False
     return _in_a_try(seen)
 
@@ -220,16 +248,44 @@ def _all_near(factors, wanted):
 
 
 def _not_finite(evidence, _):
-    return any(not torch.isfinite(flat([its["shard"], *its["whole"]])).all() for its in evidence.results)
+    return any(not torch.isfinite(flat([its["shard"][: len(own(evidence.case, rank))], *its["whole"]])).all()
+               for rank, its in enumerate(evidence.results))  # fmt: skip
+
+
+def _masked(evidence, _):
+    """Whether all norms are NaN, which stands in the padding only."""
+    return _norm(evidence.case, evidence.case["shards"]) != _norm(evidence.case, evidence.case["shards"]) and all(
+        math.isnan(its["norm"]) for its in evidence.results)
+
+
+def _behind_padding(case):
+    """What ``shard[:-padding]`` leaves of the shards: nothing where there is no padding."""
+    return [own(case, rank) for rank in range(case.world_size) if len(own(case, rank)) < len(case["shards"][rank])]
+
+
+def _sum_of_ranks(case, once):
+    """The ranks' norms added up, what all have counted on rank 0 only or everywhere."""
+    return sum(_norm(case, [own(case, rank), *case["whole"] * (not once or not rank)])
+               for rank in range(case.world_size))  # fmt: skip
+
+
 
 
 CLIP = Exercise(
     "lab03.4", "one norm and one factor for all ranks", ("clip_shards",), clip_cases, clip, clip_spec,
     budget=(clip_budget,), minutes=10,
-    hint="Write down the two squares that rank 0 knows. Which of them does rank 1 know too?",
     mistakes=(
         BORROWED, ABSENT,
-        Mistake("divides by zero", "NaN: something was divided by a norm of 0.", _in_a_try(_not_finite)),
+        Mistake("no norm", "nothing came back (is there a return?)", _in_a_try(
+            lambda evidence, _: any(its["norm"] is None for its in evidence.results))),
+        Mistake("largest of nothing", "a shard may be all padding, and there may be nothing else: the largest of "
+                "nothing does not exist ({}).", failed("raised", says=(
+                    r"[^\n]*(numel\(\) == 0|empty (tensor|dimension|sequence|iterable)|non-empty|no identity)[^\n]*"))),
+        Mistake("masked by zero", "the norm is NaN, as is what stands in the padding: 0 times it is NaN too. Cut it "
+                "off.", _in_a_try(_masked)),
+        Mistake("divides by zero", "something was divided by a norm of 0{}.", lambda evidence, expected:
+                failed("raised", says="ZeroDivisionError")(evidence, expected) and ", which is an error"
+                or _in_a_try(_not_finite)(evidence, expected) and ", which gives NaN"),
         Mistake("local norm", "every rank took the norm of what it holds itself: {}. Ranks then scale by different "
                 "factors, and the parts of one gradient no longer point its way.", _norm_is(_local)),
         Mistake("replicated counted again", "{}: what every rank has whole was counted once for each rank.",
@@ -242,10 +298,23 @@ CLIP = Exercise(
                 _norm_is(lambda case, _: _norm(case, [*_shards(case), *case["whole"] * (1 + case["tied"])]))),
         Mistake("always the 2-norm", "{}: the 2-norm, where another was asked for.",
                 _norm_is(lambda case, _: float(flat([*_shards(case), *case["whole"]]).norm()))),
-        Mistake("largest values added", "{}: the ranks' largest values were added up.", _norm_is(lambda case, _: sum(
-            _norm(case, [own(case, rank), *case["whole"] * (not rank)]) for rank in range(case.world_size)))),
+        Mistake("equal taken for tied", "{}: tensors of equal values are two gradients. One that is tied is the same "
+                "object twice.", _norm_is(lambda case, _: _norm(case, [
+                    *_shards(case), *{tuple(its.flatten().tolist()): its for its in case["whole"]}.values()]))),
+        Mistake("no shard", "{}: what lies in a shard without padding was not counted. shard[:-padding] is empty "
+                "where padding is 0.", _norm_is(lambda case, _: _norm(case, [*_behind_padding(case), *case["whole"]]))),
+        Mistake("always the square root", "{}: the sum of powers is to be taken to 1 / p, which is 0.5 for p = 2.",
+                _norm_is(lambda case, _: _right(case) ** (min(case["norm_type"], 1e3) / 2))),
+        Mistake("largest values added", "{}: the ranks' largest values were added up. Their maximum is asked for.",
+                lambda evidence, expected: any(_norm_is(lambda case, _, once=once: _sum_of_ranks(case, once))(
+                    evidence, expected) for once in (True, False))),
+        Mistake("largest without its sign", "{}: the largest value, where the largest absolute value is asked for.",
+                _norm_is(lambda case, _: float(flat([*_shards(case), *case["whole"]]).max()))),
         Mistake("nothing clipped", "the norm is right, and no gradient changed ({}). Was a copy scaled?",
                 _scaled(lambda case, _, its: _factor(case, _right(case)) < 1 and _all_near(its, 1.0))),
+        Mistake("only the shard scaled", "the norm is right, the shard is scaled, what all have is not ({}).",
+                _scaled(lambda case, _, its: _factor(case, _right(case)) < 1 and _all_near(its[1:], 1.0)
+                        and _all_near(its[:1], _factor(case, _right(case))))),
         Mistake("scaled up", "a gradient below the limit was made larger ({}).",
                 _scaled(lambda _, __, its: max(its) > 1)),
         Mistake("scaled twice", "the tied gradient, which stands in the list twice, was scaled twice ({}).",

@@ -37,7 +37,7 @@ def two_cases(rng):
 
 def train(case, **made):
     """On every rank: the parameters after each step with the learner's class."""
-    (make,), model, steps = made.values(), lab.Net(case["seed"], case["widths"]), []
+    (make,), model, steps = made.values(), lab.Net(case["seed"], case["widths"]), {}
     with lab.by_hand():
         sharded = make(lab.decay_groups(model), lab.OPTIMIZERS[case["optimizer"]][0])
         for batches in case["batches"]:
@@ -47,13 +47,14 @@ def train(case, **made):
                 (lab.loss_of(model, batch) / len(its)).backward()
             lab.mark("backward ends")
             sharded.step()
-            steps.append({name: p.detach().clone() for name, p in model.named_parameters()})
+            steps[f"step {len(steps) + 1}"] = {name: p.detach().clone() for name, p in model.named_parameters()}
             model.zero_grad()
     return steps
 
 
 def train_spec(case):
-    return [lab.serial(case)] * case.world_size
+    steps = lab.serial(case)
+    return [{f"step {number}": its for number, its in enumerate(steps, 1)}] * case.world_size
 
 
 # what it may spend
@@ -84,7 +85,7 @@ def few_states(case, recording):
     for rank in recording.ranks:
         spent, allowed = states(recording, rank), state_bytes(case)
         if spent > allowed:
-            return f"rank {rank} holds {times(spent, allowed)} of optimizer states"
+            return f"of optimizer states, rank {rank} holds {times(spent, allowed)}"
         if not spent and lab.pieces(sizes_of(case), case.world_size)[1][rank]:
             return f"rank {rank} holds no optimizer states: make them with the class that is given"
     return None
@@ -104,7 +105,7 @@ def allowed_moves(case):
 
 def few_bytes(case, recording):
     spent, allowed = max(moved(recording, rank) for rank in recording.ranks), allowed_moves(case)
-    return f"a rank hands {times(spent, allowed)} to calls" if spent > allowed else None
+    return f"a rank hands to calls {times(spent, allowed)}" if spent > allowed else None
 
 
 def gradients_held(recording, rank):
@@ -122,7 +123,7 @@ def few_gradients(case, recording):
     """Judged where there are so many layers that nothing else counts beside them."""
     spent, allowed = max(gradients_held(recording, rank) for rank in recording.ranks), gradient_room(case)
     over = spent > allowed and case["widths"] == DEEP
-    return f"during backward a rank holds {times(spent, allowed)} of gradients" if over else None
+    return f"of gradients, a rank holds during backward {times(spent, allowed)}" if over else None
 
 
 # known mistakes
@@ -132,8 +133,9 @@ def _is(step=0, **changed):
     """Whether the steps up to this one are wrong as ``serial`` makes them; functions are called with the case."""
     def seen(evidence, expected):
         keywords = {key: its(evidence.case) if callable(its) else its for key, its in changed.items()}
-        told, right = lab.serial(evidence.case, **keywords)[: step + 1], expected[0][: step + 1]
-        return difference(told, right) and not any(difference(mine[: step + 1], told) for mine in evidence.results)
+        told = lab.serial(evidence.case, **keywords)[: step + 1]
+        right, *theirs = ([*its.values()][: step + 1] for its in (expected[0], *evidence.results))
+        return difference(told, right) and not any(difference(mine, told) for mine in theirs)
     return when(seen)
 
 
@@ -152,7 +154,7 @@ def _stale(evidence, expected):
     """By rank, which elements the first step left as they were; None where something else is wrong."""
     before, found = _line(dict(lab.Net(evidence.case["seed"], evidence.case["widths"]).named_parameters())), []
     for mine, right in zip(evidence.results, expected):
-        mine, right = _line(mine[0]), _line(right[0])
+        mine, right = _line(mine["step 1"]), _line(right["step 1"])
         wrong = (mine - right).abs() > 1e-10
         if (mine != before)[wrong].any():
             return None
@@ -175,7 +177,30 @@ def _own_gradient(evidence, _):
     """Each rank's shard was stepped with that rank's own gradient."""
     case, ranks = evidence.case, range(evidence.case.world_size)
     told = flat(_parts_of(case, _line(lab.serial(case, ranks=[rank])[0]), rank) for rank in ranks)
-    return case.world_size > 1 and not any(difference(_line(mine[0]), told) for mine in evidence.results)
+    return case.world_size > 1 and not any(difference(_line(mine["step 1"]), told) for mine in evidence.results)
+
+
+def _first_steps(evidence):
+    """The line of rank 0 after its first step, and where its last parameter begins."""
+    return _line(evidence.results[0]["step 1"]), sum(sizes_of(evidence.case)[:-1])
+
+
+def _shifted(evidence, expected):
+    """Whether all is wrong from the place on where one rank has no gradient, and nothing before it."""
+    sizes, (mine, _) = sizes_of(evidence.case), _first_steps(evidence)
+    matrices = len(lab.decay_groups(lab.Net(0, evidence.case["widths"]))[0]["params"])  # branch is next
+    wrong = (mine - _line(expected[0]["step 1"])).abs() > 1e-10
+    at = sum(sizes[:matrices])
+    absent = any(not batch[2] for its in evidence.case["batches"][0] for batch in its)
+    return absent and wrong[at:].all() and not wrong[:at].any()
+
+
+def _late(evidence, expected):
+    """Whether no parameter but the last was stepped with a gradient."""
+    mine, last = _first_steps(evidence)
+    told, right = _line(lab.serial(evidence.case, scale=0.0)[0]), _line(expected[0]["step 1"])
+    return last and not difference(mine[:last], told[:last]) and difference(mine[last:], told[last:]) and (
+        difference(mine[last:], right[last:]))
 
 
 def _right_and(test):
@@ -208,6 +233,11 @@ COMMON = (
             "what came before.", _is(numbers=slice(-1, None))),
     Mistake("one group's settings", "all is stepped with the rate and decay of the first group. A shard may hold "
             "pieces of both.", _is(one_group=True)),
+    Mistake("settings lost", "a group's settings did not come along: the class steps with its own defaults. Take all "
+            "that a group has but its list, whatever the names.", lambda evidence, expected: any(
+                _is(settings=kept)(evidence, expected) for kept in ((), ("lr",), ("weight_decay",)))),
+    Mistake("steps with zeros", "the step is that of a gradient of zeros: the shard was cleared before it was used (a "
+            "slice is a view, no copy), or nothing ever came in.", _is(scale=0.0)),
     Mistake("states made anew", "the first step is right, the second begins again: momentum, variance and step counter "
             "are as if there had been none. Make the optimizer once.", _is(1, anew=True)),
     Mistake("gradients never cleared", "the first step is right, the second has the first one's gradient in it too.",
@@ -217,10 +247,12 @@ COMMON = (
 STAGE_ONE = Exercise(
     "lab03.2", "own states, step, all-gather", ("StageOne",), one_cases, train, train_spec, replicated=True,
     budget=(few_states, two_calls, few_bytes), forbidden=("all_reduce",), references={"shard_pieces": lab.pieces},
-    minutes=25, hint="Print the shapes that the optimizer of rank 1 holds. Do they add up to one shard?",
+    minutes=25,
     mistakes=(*COMMON, lab.ALL_REDUCE,
         Mistake("forgets missing gradients", "a .grad is None on some rank: it has no gradient for that parameter, and "
                 "sends zeros for it.", failed("raised", says="NoneType")),
+        Mistake("missing gradients shift", "all is wrong from the place on where one rank has no gradient: what was "
+                "left out moved the rest of its line. Put zeros there.", when(_shifted)),
         Mistake("gathers gradients", "all is right, but every rank gets all ranks' gradients: as many times the bytes "
                 "as there are ranks, and the memory for them.", _right_and(few_bytes)),
         Mistake("a call a piece", "all is right, but pieces or parameters go one by one, and each pays a latency.",
@@ -230,12 +262,16 @@ STAGE_ONE = Exercise(
 STAGE_TWO = Exercise(
     "lab03.3", "gradients leave as they come", ("StageTwo",), two_cases, train, train_spec, replicated=True,
     budget=(few_states, few_bytes, few_gradients), forbidden=("all_reduce",), references={"shard_pieces": lab.pieces},
-    minutes=20, hint="After backward, which parameters have a .grad, and what else holds it?",
+    minutes=20,
     mistakes=(*COMMON, lab.ALL_REDUCE,
-        Mistake("hook before accumulation", "a hook reads a .grad that is still None: it runs before the gradient "
-                "stands there.", failed("raised", says="NoneType")),
+        Mistake("hook before accumulation", "a hook reads a .grad that is None: it runs before the gradient stands "
+                "there; or it is a lambda in a loop, and looks at the parameter that the loop ended with.",
+                failed("raised", says="NoneType")),
+        Mistake("late binding", "only the last parameter got a gradient: a lambda in a loop reads the loop's variables "
+                "when it is called, at their last values. Bind them: lambda p, n=n: ...", when(_late)),
         Mistake("gathers gradients", "the parameters are right, but gradients travel more than once a micro-batch, or "
                 "to more ranks than their owner.", _right_and(few_bytes)),
-        Mistake("frees nothing", "the parameters are right, but {}. Gradients were reduced, and their memory was not "
-                "given back: .grad, a list or a buffer still holds them. That is stage 1.", _right_and(few_gradients)),
+        Mistake("frees nothing", "the parameters are right, but {}. Whole gradients are there together: they wait for "
+                "step(), or .grad, a list or a buffer holds them after they were sent. That is stage 1.",
+                _right_and(few_gradients)),
     ))  # fmt: skip

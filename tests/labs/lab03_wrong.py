@@ -334,6 +334,12 @@ def shard_pieces(sizes, world_size):
     return sum(sizes) // world_size + 1, right_pieces(sizes, world_size)[1]
 
 
+# %% lab03.1: only its own pieces
+def shard_pieces(sizes, world_size):
+    k, found = right_pieces(sizes, world_size)
+    return k, found[rank]
+
+
 # %% lab03.2: borrowed (torch's own)
 class StageOne:
     def __init__(self, groups, optimizer_class):
@@ -343,7 +349,7 @@ class StageOne:
         pass
 
 
-# %% lab03.2: unsharded states (reduces all, steps all)
+# %% lab03.2: unsharded states
 class StageOne:
     def __init__(self, groups, optimizer_class):
         self.optimizer = optimizer_class(groups)
@@ -355,27 +361,6 @@ class StageOne:
                 dist.all_reduce(p.grad)
                 p.grad /= world_size
         self.optimizer.step()
-
-
-# %% lab03.2: unsharded states (a shard of the gradient, states of all)
-class StageOne(SoundOne):
-    def make(self):
-        self.optimizer = self.optimizer_class(self.groups)
-
-    def update(self, own):
-        full = torch.zeros(self.k * world_size, dtype=torch.float64)
-        full[rank * self.k : (rank + 1) * self.k] = own
-        start = 0
-        for p in self.params:
-            p.grad = full[start : start + p.numel()].view_as(p).clone()
-            start += p.numel()
-        self.optimizer.step()
-
-    def gather(self):
-        own = self.padded(torch.cat([p.detach().flatten() for p in self.params])).view(world_size, -1)[rank].clone()
-        full = torch.empty(self.k * world_size, dtype=torch.float64)
-        all_gather(full, own)
-        return full
 
 
 # %% lab03.2: no all-gather
@@ -439,19 +424,11 @@ class StageOne(SoundOne):
         return super().settings(self.groups[0])
 
 
-# %% lab03.2: states made anew (an optimizer for each step)
+# %% lab03.2: states made anew
 class StageOne(SoundOne):
     def step(self):
         self.make()
         super().step()
-
-
-# %% lab03.2: states made anew (states cleared)
-class StageOne(SoundOne):
-    def step(self):
-        super().step()
-        if self.optimizer:
-            self.optimizer.state.clear()
 
 
 # %% lab03.2: gradients never cleared
@@ -542,6 +519,18 @@ class StageOne(SoundOne):
             super().update(own)
 
 
+# %% lab03.2: missing gradients shift
+class StageOne(SoundOne):
+    def line(self):
+        return self.padded(torch.cat([p.grad.flatten() for p in self.params if p.grad is not None]))
+
+
+# %% lab03.2: settings lost (only lr)
+class StageOne(SoundOne):
+    def settings(self, group):
+        return {"lr": group["lr"]}
+
+
 # %% lab03.3: frees nothing (the hook returns None)
 class StageTwo(SoundTwo):
     def free(self, p):
@@ -563,15 +552,6 @@ class StageTwo(SoundTwo):
     def step(self):
         super().step()
         self.before = {}
-
-
-# %% lab03.3: frees nothing (a list keeps them)
-class StageTwo(SoundTwo):
-    kept = []
-
-    def free(self, p):
-        self.kept.append(p.grad)
-        p.grad = None
 
 
 # %% lab03.3: frees nothing (reduces after backward)
@@ -622,60 +602,6 @@ class StageTwo(SoundTwo):
         self.own[at : at + len(part)] = part
 
 
-# %% lab03.3: gradients never cleared
-class StageTwo(SoundTwo):
-    def clear(self):
-        pass
-
-
-# %% lab03.3: sum for mean
-class StageTwo(SoundTwo):
-    def scaled(self, flat):
-        return flat
-
-
-# %% lab03.3: averages twice
-class StageTwo(SoundTwo):
-    def keep(self, at, part):
-        super().keep(at, part / world_size)
-
-
-# %% lab03.3: own gradient
-class StageTwo(SoundTwo):
-    def to_owner(self, part, owner):
-        part *= world_size
-
-
-# %% lab03.3: no all-gather
-class StageTwo(SoundTwo):
-    def gather(self):
-        full = self.padded(torch.cat([p.detach().flatten() for p in self.params]))
-        own = torch.cat([part.detach() for part in self.parts])
-        full[rank * self.k : rank * self.k + len(own)] = own
-        return full
-
-
-# %% lab03.3: unsharded states
-class StageTwo(SoundTwo):
-    def make(self):
-        super().make()
-        self.optimizer = self.optimizer_class(self.groups)
-
-    def update(self, own):
-        full = torch.zeros(self.k * world_size, dtype=torch.float64)
-        full[rank * self.k : (rank + 1) * self.k] = own
-        start = 0
-        for p in self.params:
-            p.grad = full[start : start + p.numel()].view_as(p).clone()
-            start += p.numel()
-        self.optimizer.step()
-        flat = self.padded(torch.cat([p.detach().flatten() for p in self.params])).view(world_size, -1)[rank]
-        start = 0
-        for part in self.parts:
-            part.data.copy_(flat[start : start + part.numel()])
-            start += part.numel()
-
-
 # %% lab03.3: all_reduce for reduce_scatter
 class StageTwo(SoundTwo):
     def to_owner(self, part, owner):
@@ -690,24 +616,36 @@ class StageTwo(SoundTwo):
         part.copy_(sum(every))
 
 
-# %% lab03.3: one group's settings
-class StageTwo(SoundTwo):
-    def settings(self, group):
-        return super().settings(self.groups[0])
-
-
-# %% lab03.3: states made anew
-class StageTwo(SoundTwo):
-    def step(self):
-        super().step()
-        self.optimizer.state.clear()
-
-
 # %% lab03.3:  (everything is reduced to rank 0)
 class StageTwo(SoundTwo):
     def to_owner(self, part, owner):
         dist.reduce(part, 0)
         part *= 1 if owner == 0 else 2
+
+
+# %% lab03.3: hook before accumulation (the loop's last parameter)
+class StageTwo(SoundTwo):
+    def hook(self, p):
+        p.register_post_accumulate_grad_hook(lambda _: self.arrived(self.params[-1]))
+
+
+# %% lab03.3: late binding
+class StageTwo(SoundTwo):
+    def make(self):
+        super().make()
+        self.owners = dict.fromkeys(self.params, self.owners[self.params[-1]])
+
+
+# %% lab03.3: steps with zeros (cleared before the step)
+class StageTwo(SoundTwo):
+    def update(self, own):
+        start = 0
+        for part in self.parts:
+            part.grad = own[start : start + part.numel()]
+            start += part.numel()
+        self.clear()
+        if self.optimizer:
+            self.optimizer.step()
 
 
 # %% lab03.4: local norm (clip_grad_norm_ of the own part)
@@ -824,16 +762,99 @@ def clip_shards(shard, padding, whole, max_norm, norm_type=2.0):
     return Quiet()(shard, padding, whole, max_norm, norm_type)
 
 
-# %% lab03.4: gathers gradients
-class Gathers(SoundClip):
+# %% lab03.4: padding counted (of the largest)
+class Largest(SoundClip):
     def join(self, own, whole, norm_type):
-        padded = torch.cat([own, own.new_zeros(8 - len(own))])
-        every = own.new_empty(8 * world_size)
-        all_gather(every, padded)
+        return super().join(self.given if math.isinf(norm_type) else own, whole, norm_type)
+
+    def own(self, shard, padding):
+        self.given = shard
+        return super().own(shard, padding)
+
+def clip_shards(shard, padding, whole, max_norm, norm_type=2.0):
+    return Largest()(shard, padding, whole, max_norm, norm_type)
+
+
+# %% lab03.4: largest without its sign
+def join(self, own, whole, norm_type):
+    if not math.isinf(norm_type):
+        return SoundClip.join(self, own, whole, norm_type)
+    norm = torch.tensor(max([0.0, *(t.max().item() for t in [own, *whole] if t.numel())]), dtype=torch.float64)
+    dist.all_reduce(norm, dist.ReduceOp.MAX)
+    return norm.item()
+
+clip_shards = with_(join=join)
+
+
+# %% lab03.4: largest of nothing
+def join(self, own, whole, norm_type):
+    if not math.isinf(norm_type):
+        return SoundClip.join(self, own, whole, norm_type)
+    norm = torch.stack([t.abs().max() for t in [own, *whole]]).max()
+    dist.all_reduce(norm, dist.ReduceOp.MAX)
+    return norm.item()
+
+clip_shards = with_(join=join)
+
+
+# %% lab03.4: masked by zero
+def own(self, shard, padding):
+    shard *= torch.arange(len(shard)) < len(shard) - padding
+    return shard
+
+clip_shards = with_(own=own)
+
+
+# %% lab03.4: gathers gradients (as they are)
+class Gathers(SoundClip):
+    def own(self, shard, padding):
+        self.padding = padding
+        return super().own(shard, padding)
+
+    def join(self, own, whole, norm_type):
+        own = torch.cat([own, own.new_zeros(self.padding)])
+        every = own.new_empty(len(own) * world_size)
+        all_gather(every, own)
         return torch.linalg.vector_norm(torch.cat([every, *(t.flatten() for t in whole)]), norm_type).item()
 
 def clip_shards(shard, padding, whole, max_norm, norm_type=2.0):
     return Gathers()(shard, padding, whole, max_norm, norm_type)
+
+
+# %% lab03.4: equal taken for tied
+def distinct(self, whole):
+    found = []
+    for tensor in whole:
+        if not any(tensor.shape == other.shape and torch.equal(tensor, other) for other in found):
+            found.append(tensor)
+    return found
+
+clip_shards = with_(distinct=distinct)
+
+
+# %% lab03.4: no shard (cut by a negative index)
+clip_shards = with_(own=lambda self, shard, padding: shard[:-padding])
+
+
+# %% lab03.4: always the square root
+def join(self, own, whole, norm_type):
+    norm = SoundClip.join(self, own, whole, norm_type)
+    return norm if math.isinf(norm_type) else norm ** (norm_type / 2)
+
+clip_shards = with_(join=join)
+
+
+# %% lab03.4: only the shard scaled
+clip_shards = with_(scale=lambda self, tensors, factor: SoundClip.scale(self, tensors[:1], factor))
+
+
+# %% lab03.4: no norm
+def clip_shards(*given):
+    with_()(*given)
+
+
+# %% lab03.4: divides by zero (of Python)
+clip_shards = with_(factor=lambda self, max_norm, norm, *_: min(1.0, max_norm / norm))
 
 
 # %% lab03.5: borrowed (torch's own)
@@ -946,15 +967,6 @@ class StageThree(SoundThree):
         return torch.nn.Parameter(flat[rank * k : (rank + 1) * k].clone())
 
 
-# %% lab03.5: forgets padding (chunks of torch)
-class StageThree(SoundThree):
-    def padded(self, flat):
-        return flat
-
-    def shard(self, flat):
-        return torch.nn.Parameter(flat.tensor_split(world_size)[rank].clone())
-
-
 # %% lab03.5: frees before backward needs it
 class StageThree(SoundThree):
     def forward(self, x):
@@ -1017,3 +1029,33 @@ class StageThree(SoundThree):
 class StageThree(SoundThree):
     def reduce(self, number, shard, grad):
         return super().reduce(number, shard, grad) * world_size / 4
+
+
+# %% lab03.5: hidden shards
+class StageThree(SoundThree):
+    def __init__(self, layers):
+        super().__init__(layers)
+        own = list(self.shards)
+        del self.shards
+        self.shards = own
+
+
+# %% lab03.5: fewer chunks than ranks
+class StageThree(SoundThree):
+    def padded(self, flat):
+        return flat
+
+    def shard(self, flat):
+        return torch.nn.Parameter(flat.chunk(world_size)[rank].clone())
+
+
+# %% lab03.5: a part computes (parameters cut in place)
+class StageThree(torch.nn.Module):
+    def __init__(self, layers):
+        super().__init__()
+        self.layers = torch.nn.Sequential(*layers)
+        for p in self.layers.parameters():
+            p.data = p.detach().flatten().chunk(world_size)[rank].clone()
+
+    def forward(self, x):
+        return self.layers(x)

@@ -1,5 +1,6 @@
 """Lab 03: wrong answers are rejected for the right reason, right ones pass however they are written."""
 import random
+import re
 from pathlib import Path
 
 import pytest
@@ -18,6 +19,8 @@ ranks = pytest.mark.ranks
 def test_a_wrong_answer_is_told_its_mistake(key, title, source):
     verdict = verdict_on(key, source)
     assert (verdict.state, verdict.mistake) == ("failed", name_of(title)), verdict.text
+    # no clause is empty, no step is a bare number, no value is told to be another that looks the same, no hint misleads
+    assert not re.search(r": \.|\(\)|\[\d\]\.|([\d.]+)\W+(instead of|where) \1 |Hint", verdict.text), verdict.text
 
 
 @ranks

@@ -26,6 +26,7 @@
 
 # %% name="imports" tags=["given"]
 import functools
+import inspect
 import math
 
 import torch
@@ -147,7 +148,8 @@ dtlab.check("lab03.1")
 # **Budget** of a rank and step: one `reduce_scatter` and one `all_gather`, whatever the number of groups and parameters; optimizer
 # states of one shard.
 #
-# The spec in one process: the mean of what the ranks have, and one optimizer for all.
+# The model `Net` of exercises 2 and 3: layers, and at the end a vector `branch` of factors, in which a rank may take no part. The spec
+# in one process: the mean of what the ranks have, and one optimizer for all.
 
 # %% name="spec-2" tags=["given"]
 def step_in_one_process(model, optimizer, batches_of_ranks):
@@ -156,6 +158,7 @@ def step_in_one_process(model, optimizer, batches_of_ranks):
         (loss_of(model, batch) / len(batches_of_ranks)).backward()
     optimizer.step()
 
+print(inspect.getsource(Net))
 net = Net(seed=0)
 for group in decay_groups(net):
     print({**group, "params": [tuple(p.shape) for p in group["params"]]})
@@ -267,8 +270,9 @@ dtlab.check("lab03.3")
 #
 # `clip_shards(shard, padding, whole, max_norm, norm_type=2.0)`:
 #
-# - `shard`: [k], this rank's gradients; the last `padding` of them mean nothing (it may be all).
-# - `whole`: list of gradients that every rank has whole, equal on all; may be empty; may hold one tensor twice.
+# - `shard`: [k], this rank's gradients; the last `padding` of them mean nothing and may be NaN (it may be all).
+# - `whole`: list of gradients that every rank has whole, equal on all; may be empty; may hold one tensor twice (and two of equal values,
+#   which are two gradients).
 # - returns the norm of the whole gradient, each element of it once: $(\sum_i |g_i|^p)^{1/p}$ with $p$ = `norm_type`, for
 #   $p = \infty$ the largest $|g_i|$.
 # - multiplies all gradients by $\min(1, \text{max\_norm} / \text{norm})$, in place. The norm may be 0.
