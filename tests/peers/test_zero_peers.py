@@ -10,7 +10,6 @@ import dtlab
 from dtlab.data import recordings, shard_batch
 from dtlab.models import GPT, GPTConfig, cross_entropy
 from dtlab.parallel import FullyShardedModule, ZeroOptimizer
-from dtlab.parallel.shared import all_gather_single
 from dtlab.simulate.tables import live_bytes
 from dtlab.theory import zero_states, zero_wire_elements
 
@@ -74,7 +73,7 @@ def ours(stage):
     model = GPT(CONFIG, seed=dist.get_rank())
     if stage < 3:
         optimizer = ZeroOptimizer(model, torch.optim.AdamW, zero_stage=stage, bucket_bytes=40_000, **ADAM)
-        grads = lambda: dict(pair for b in optimizer.buckets for pair in _whole(b.grad, b.shards))
+        grads = lambda: {n: g for b in optimizer.buckets for n, g in b.shards.join(b.grad).items()}
         return model, torch.Tensor.backward, optimizer.step, grads, model.state_dict
     model = FullyShardedModule(model)
     optimizer = torch.optim.AdamW(model.parameters(), **ADAM)
@@ -83,14 +82,9 @@ def ours(stage):
         optimizer.step()
         optimizer.zero_grad()
 
-    grads = lambda: dict(pair for flat in model._flats().values() for pair in _whole(flat.shard.grad, flat.layout))
+    grads = lambda: {n: g for f in model._flats().values() for n, g in f.layout.join(f.shard.grad).items()}
     return model, torch.Tensor.backward, step, grads, model.full_state_dict
 
-
-def _whole(shard, layout):
-    whole = torch.empty(layout.padded, dtype=shard.dtype)
-    all_gather_single(whole, shard.contiguous())
-    return zip(layout.names, (view.clone() for view in layout.views(whole)))
 
 
 def train(make, stage=0):
