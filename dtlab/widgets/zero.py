@@ -19,7 +19,7 @@ _RANKS = (1, 2, 4, 8, 16, 32, 64, 128, 256, 512, 1024)
 _ALGORITHMS = {"one flat ring": "ring", "nodes of 8 first, then between nodes": None}
 _TOPS = {name: (memory_gb, seconds) for name, memory_gb, seconds in zip(MODELS, (200, 200, 500), (2, 4, 12))}
 _STATES = ("params", "grads", "optimizer_states")
-_WORDS = {**WORDS, "communication": "gathered, buckets"}
+_WORDS = {**WORDS, "communication": "communication buffers"}
 _MOVES = {  # where it opens, what is moved, in words
     "ranks": ({"ranks": 1, "stage": 1}, {"ranks": 1024},
               "Stage 1, drag ranks from 1 to 1,024: model states stop at 4 bytes a parameter. Then switch to stage 3: "
@@ -100,7 +100,7 @@ def _time_picture(steps, sent, stage, top_s):
     parts["communication"] = [step.exposed_communication_s for step in steps]
     texts = [f"{step.step_time_s:.3g} s, {in_units(its, 'B')}" for step, its in zip(steps, sent)]
     return stacked(_NAMES, parts, texts=texts, x="time [s]", top=top_s, marked=stage, room=15,
-                   title="Step time by stage", words={"communication": "exposed communication"},
+                   title="Step time by stage", words={"communication": "communication, exposed"},
                    text=f"Step time and bytes sent, by stage: {'; '.join(texts)}")  # fmt: skip
 
 
