@@ -16,6 +16,7 @@ from dtlab.ranks.board import COLLECTIVE, RECV_ANY, SEND, Call
 
 QUIET_S = 0.4  # no processor time for so long: the rank sleeps or waits outside Python
 PROGRESS_EVERY_S = 0.25
+_LOOK_BACK_S = 1.0  # in which a rank must have used the processor
 
 
 @dataclass
@@ -63,7 +64,7 @@ class Monitor:
         self._communicates = communicates  # asks a rank whether its main thread is inside torch's communication code
         self._answers = {}  # rank -> (time, answer)
         self._pids = pids
-        self._used = {}  # rank -> (processor seconds, bytes written) at the last look
+        self._used = {}  # rank -> ((processor seconds, bytes written), when): at most that long ago
         self._children_s = {}  # rank -> processor seconds of the processes it has started
         self._moved_at = dict.fromkeys(ranks, time.monotonic())  # last time a rank used the processor or issued a call
         self._heads = {}
@@ -165,12 +166,15 @@ class Monitor:
         self._checked_at = now
         for rank in pending:
             head, waiting, alone, _ = self.board.state(rank)
-            before, used = self._used.get(rank, (0.0, 0)), self._use(rank)
+            (before, since), used = self._used.get(rank, ((0.0, 0), now)), self._use(rank)
             may_compute = waiting is None or not alone
             works = may_compute and (used[0] > before[0] + 0.02 or self._children_work(rank))
-            if head != self._heads.get(rank) or used[1] > before[1] or works:
+            moves = head != self._heads.get(rank) or used[1] > before[1] or works
+            if moves:
                 self._moved_at[rank] = now
-            self._heads[rank], self._used[rank] = head, used
+            if moves or now - since >= _LOOK_BACK_S:  # a rank that others leave little time moves slowly
+                self._used[rank] = used, now
+            self._heads[rank] = head
 
     def _children_work(self, rank):
         """Whether processes of a quiet rank (data loaders, a download) have used the processor since the last look."""
@@ -197,7 +201,7 @@ class Monitor:
             seconds = sum(process.cpu_times()[:2]) - _event_loop_s(process.pid)
             return seconds, process.io_counters().write_chars if hasattr(process, "io_counters") else 0
         except psutil.Error:
-            return self._used.get(rank, (0.0, 0))
+            return self._used.get(rank, ((0.0, 0), 0.0))[0]
 
     def moved(self, rank):
         """Say that a rank makes progress (it is importing, or sent output)."""

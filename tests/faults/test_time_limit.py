@@ -143,6 +143,17 @@ def busy():
             pass
         dist.barrier()
 
+    def gets_little_time():
+        import time
+
+        end = time.monotonic() + 1.8
+        while rank == 1 and time.monotonic() < end:
+            used = time.process_time()
+            while time.process_time() < used + 0.012:
+                pass
+            time.sleep(0.18)
+        dist.barrier()
+
     def talks():
         import time
 
@@ -173,7 +184,7 @@ def busy():
             subprocess.run([sys.executable, "-c", code], check=True)
         dist.barrier()
 
-    return [computes, loops_in_python, talks, imports, reads_a_subprocess, waits_for_a_busy_child]
+    return [computes, loops_in_python, gets_little_time, talks, imports, reads_a_subprocess, waits_for_a_busy_child]
 
 
 @pytest.mark.parametrize("function", busy(), ids=lambda f: f.__name__)
