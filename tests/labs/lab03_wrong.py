@@ -708,7 +708,7 @@ class Added(SoundClip):
     def join(self, own, whole, norm_type):
         if not math.isinf(norm_type):
             return super().join(own, whole, norm_type)
-        norm = torch.tensor(max([0.0, *(t.abs().max().item() for t in [own, *whole] if t.numel())])).double()
+        norm = torch.tensor(max([0.0, *(t.abs().max().item() for t in [own, *whole] if t.numel())]), dtype=torch.float64)
         dist.all_reduce(norm)
         return norm.item()
 
