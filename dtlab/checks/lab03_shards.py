@@ -306,8 +306,8 @@ CLIP = Exercise(
         Mistake("always the square root", "{}: the sum of powers is to be taken to 1 / p, which is 0.5 for p = 2.",
                 _norm_is(lambda case, _: _right(case) ** (min(case["norm_type"], 1e3) / 2))),
         Mistake("largest values added", "{}: the ranks' largest values were added up. Their maximum is asked for.",
-                lambda evidence, expected: any(_norm_is(lambda case, _, once=once: _sum_of_ranks(case, once))(
-                    evidence, expected) for once in (True, False))),
+                lambda *given: _norm_is(lambda case, _: _sum_of_ranks(case, True))(*given)
+                or _norm_is(lambda case, _: _sum_of_ranks(case, False))(*given)),
         Mistake("largest without its sign", "{}: the largest value, where the largest absolute value is asked for.",
                 _norm_is(lambda case, _: float(flat([*_shards(case), *case["whole"]]).max()))),
         Mistake("nothing clipped", "the norm is right, and no gradient changed ({}). Was a copy scaled?",

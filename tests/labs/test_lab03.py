@@ -20,7 +20,7 @@ def test_a_wrong_answer_is_told_its_mistake(key, title, source):
     verdict = verdict_on(key, source)
     assert (verdict.state, verdict.mistake) == ("failed", name_of(title)), verdict.text
     # no clause is empty, no step is a bare number, no value is told to be another that looks the same, no hint misleads
-    blurred = r": \.(?!\.)| \(\)|rank \d: \[|(?<![\d.])([\d.]+) (instead of|where) \1 |Hint"
+    blurred = r": [.:](?!\.)| \(\)|rank \d: \[|(?<![\d.])([\d.]+) (instead of|where) \1 |Hint"
     assert not re.search(blurred, verdict.text), verdict.text
 
 
