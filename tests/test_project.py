@@ -89,13 +89,17 @@ def test_a_pin_that_left_python_3_10_behind_says_so():
 
 
 def undeclared(sources):
-    """What ``{module: source}`` imports that no requirement brings: lazily the extra ``course`` may, else the core."""
+    """What ``{module: source}`` imports that no requirement brings: lazily the extra ``course`` may, else the core.
+
+    What makes recordings of other people's programs may need the extra ``peers``.
+    """
     distributions = importlib.metadata.packages_distributions()
     for module, source in sources.items():
         for name, lazy in imports(source, module):
             root = name.split(".")[0]
             may_wait = lazy or module == "dtlab.ranks.figures"  # matplotlib itself loads that one
-            declared = requirements("course") if may_wait else requirements()
+            extra = "peers" if module.startswith("dtlab.data.recordings") else "course"
+            declared = requirements(extra) if may_wait else requirements()
             known = root in {*sys.stdlib_module_names, "dtlab"}
             if not known and normal(distributions.get(root, [root])[0]) not in declared:
                 yield f"{module} imports {root}"

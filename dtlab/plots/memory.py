@@ -4,7 +4,6 @@ from itertools import groupby
 from dtlab.errors import ConfigError
 from dtlab.plots.svg import COLOURS, document, label, legend, line, tick_step
 from dtlab.simulate.events import CATEGORIES
-from dtlab.simulate.tables import live_bytes
 from dtlab.theory.units import in_binary_units
 
 _WIDTH, _TOP, _HEIGHT, _LEFT, _RIGHT, _COLUMN = 650, 46, 170, 66, 12, 2
@@ -68,6 +67,8 @@ def _area(heights, bottom, colour):
 
 def _read(events, num_places):
     """What lives at each place of the picture (bytes by category), and ``(place, name)`` where a phase begins."""
+    from dtlab.simulate.tables import live_bytes  # needs pandas, which a reader of other pictures need not have
+
     total, done, phases = sum(event.bytes for event in events if event.kind == "compute"), 0, []
     places, now = [], (0,) * len(CATEGORIES)
 
