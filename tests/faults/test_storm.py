@@ -6,6 +6,7 @@ import signal
 import threading
 import time
 
+import psutil
 import pytest
 from helpers_for_faults import assert_works, live, open_fds, shared_files, stray_processes
 
@@ -87,6 +88,13 @@ def misbehave(fault):
 cell_with.__module__ = misbehave.__module__ = "__main__"  # as in a notebook
 
 
+def is_alive(pid):
+    try:
+        return psutil.Process(pid).status() != psutil.STATUS_ZOMBIE
+    except psutil.NoSuchProcess:
+        return False
+
+
 def strike(ranks, fault, seed, dice):
     """Run one cell with one fault and check that it fails in time."""
     guilty = dice.randrange(ranks.size)
@@ -96,7 +104,7 @@ def strike(ranks, fault, seed, dice):
         while not ranks._channels[guilty].has_ended():
             time.sleep(0.001)
         return time.sleep(delay_s / 4)
-    timers = []
+    timers, pids = [], []
     if fault.startswith("interrupt"):
         times = [delay_s, delay_s + 0.1] if fault.endswith("twice") else [delay_s]
         timers = [threading.Timer(t, os.kill, (os.getpid(), signal.SIGINT)) for t in times]
@@ -113,6 +121,8 @@ def strike(ranks, fault, seed, dice):
     finally:
         for timer in timers:
             timer.join()
+        while any(is_alive(pid) for pid in pids):  # the signal may have come when the cell was over
+            time.sleep(0.001)
         signal.signal(signal.SIGINT, ours)
     assert time.monotonic() - started < WITHIN_S
 
