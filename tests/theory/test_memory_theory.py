@@ -414,7 +414,7 @@ def test_rows_of_a_step():
     assert (alone["gathered"], alone["params"]) == (2 * (root + layer), params)
 
 
-TOY = {"vocab_size": 256, "seq_length": 128, "hidden_size": 64, "num_layers": 4, "num_heads": 4}
+TOY = {"vocab_size": 64, "seq_length": 128, "hidden_size": 96, "num_layers": 8, "num_heads": 4}
 
 
 def start(stage):
@@ -432,26 +432,26 @@ def start(stage):
 
 
 def train_step():
-    """On a rank: a step on two sequences."""
+    """On a rank: a step on four sequences."""
     model, optimizer = kept
-    tokens = torch.arange(256).view(2, 128)
+    tokens = torch.arange(512).view(4, 128) % TOY["vocab_size"]
     optimizer.zero_grad()
     cross_entropy(model(tokens).float(), tokens, reduction="mean").backward()
     optimizer.step()
 
 
 @pytest.mark.ranks
-def test_a_recorded_step_peaks_within_a_tenth_of_what_is_foretold():
+def test_a_recorded_step_peaks_within_5_percent_of_what_is_foretold():
     """What is not foretold: the gradient of the logits, and temporaries."""
     with dtlab.launch(4) as ranks:
         for stage in (1, 2, 3):
             ranks.run(start, stage)
             memory = ranks.record(train_step).memory()
-            rows = step_memory(ModelShape(**TOY), micro_batch_size=2, dp_size=4, zero_stage=stage, bucket_bytes=2**17)
-            assert memory.peak.max() == pytest.approx(sum(rows.values()), rel=0.1)
+            rows = step_memory(ModelShape(**TOY), micro_batch_size=4, dp_size=4, zero_stage=stage, bucket_bytes=2**17)
+            assert memory.peak.max() == pytest.approx(sum(rows.values()), rel=0.05)
             states = memory.peak_params + memory.peak_optimizer_states  # FullyShardedModule's masters are its params
             held = rows["params"] * (stage < 3) + rows["optimizer_states"]
-            assert states.max() - held <= 4 * 6  # Adam's step counters
+            assert states.max() - held <= 4 * 30  # Adam's step counters: one a unit or bucket
 
 
 @pytest.mark.parametrize("call, words", [
