@@ -21,6 +21,7 @@ from torch.utils._pytree import tree_leaves
 from dtlab.errors import ConfigError
 from dtlab.parallel.shared import (
     Bucket,
+    at_end_of_pass,
     broadcast_tensors,
     is_dry,
     place_in,
@@ -165,10 +166,7 @@ class DistributedDataParallel(nn.Module):
         self._works = []
         for bucket in self.buckets:
             bucket.ready.clear()
-        # Subtle: autograd alone holds this object, so that it also goes with a pass that fails
-        finish = functools.partial(DistributedDataParallel._finish, self)
-        self._end_of_pass = weakref.ref(finish)
-        torch.autograd.Variable._execution_engine.queue_callback(finish)
+        self._end_of_pass = at_end_of_pass(self._finish)
 
     def _start_next(self):
         """Send the next bucket. Subtle: all ranks send in the same order, whatever that of their gradients."""

@@ -11,7 +11,6 @@ Letters: n ranks of the group, Psi parameters (count), each unit's padded to a m
 """
 import contextlib
 import functools
-import weakref
 
 import torch
 import torch.distributed as dist
@@ -24,6 +23,7 @@ from dtlab.parallel.fsdp_units import Flat, close_parts, first_values, refuse_dt
 from dtlab.parallel.shared import (
     FlatShards,
     ShardedState,
+    at_end_of_pass,
     broadcast_tensors,
     clip_shards_,
     is_dry,
@@ -230,10 +230,7 @@ class FullyShardedModule(nn.Module):
         self._forget_failed_pass()
         for flat in trained:
             flat.begin_pass()
-        # Subtle: autograd alone holds this object, so that it also goes with a pass that fails
-        finish = functools.partial(FullyShardedModule._finish, self)
-        self._end_of_pass = weakref.ref(finish)
-        torch.autograd.Variable._execution_engine.queue_callback(finish)
+        self._end_of_pass = at_end_of_pass(self._finish)
 
     def _after_backward(self, unit):
         """The gradients of a call's inputs are there: it needs no parameters any more, and theirs are there too."""

@@ -1,8 +1,10 @@
 """What techniques share: the place in a group, tensors that travel together in one flat buffer, and shards of such."""
 import collections
+import functools
 import itertools
 import math
 import re
+import weakref
 
 import torch
 import torch.distributed as dist
@@ -78,6 +80,17 @@ def refuse_different_models(module, group, **options):
                 raise ConfigError(f"rank {rank} has another model or option than rank {ranks[0]}. The first: rank "
                                   f"{ranks[0]} has {' '.join(first)}; rank {rank} has {' '.join(theirs)}. "
                                   "Build the same model on every rank; only its values may differ")
+
+
+def at_end_of_pass(method) -> weakref.ref:
+    """Ask autograd to call ``method()`` when the backward pass under way has ended.
+
+    Returns a weak reference that is dead once the pass is over, or has failed: then ``method`` is not called.
+    """
+    # Subtle: autograd alone holds this function and with it the method's object, so that both go with a pass that fails
+    finish = functools.partial(method)
+    torch.autograd.Variable._execution_engine.queue_callback(finish)
+    return weakref.ref(finish)
 
 
 class Bucket:

@@ -21,6 +21,7 @@ from dtlab.errors import ConfigError
 from dtlab.parallel.shared import (
     ShardedState,
     as_text,
+    at_end_of_pass,
     broadcast_tensors,
     clip_shards_,
     is_dry,
@@ -176,10 +177,7 @@ class ZeroOptimizer:
         """With the first gradient of a backward pass: ask autograd to call ``_finish`` at its end."""
         self._refuse_broken_pass()
         self._pass_ended, self._num_started = False, 0
-        # Subtle: autograd alone holds this object, so that it also goes with a pass that fails
-        finish = functools.partial(ZeroOptimizer._finish, self)
-        self._end_of_pass = weakref.ref(finish)
-        torch.autograd.Variable._execution_engine.queue_callback(finish)
+        self._end_of_pass = at_end_of_pass(self._finish)
 
     def _start_next(self):
         if self.zero_stage == 2:
