@@ -11,7 +11,7 @@ PACKAGE = Path(__file__).resolve().parents[1] / "dtlab"
 PURE = {"errors", "validate", "machine", "notes", "shell", "ledger_table", "topology"}
 PURE |= {"theory", "schedules", "simulate", "planner", "scaling"}
 TOP = {"cli", "widgets", "checks"}  # nothing imports these
-TECHNIQUES_MAY_SHARE = {"collectives", "shared"}
+TECHNIQUES_MAY_SHARE = {"collectives", "mappings", "shared"}
 # a Hardware that is this machine is measured, which needs ranks and torch: imported when it is asked for
 MEASURES = ("dtlab.simulate.hardware", "dtlab.record.calibration")
 TENSOR_MODULES = {"torch", "deepspeed", "megatron", "torchgpipe"}
