@@ -163,6 +163,9 @@ class Monitor:
         now = time.monotonic()
         if now - self._checked_at < PROGRESS_EVERY_S:
             return
+        missed_s = max(0.0, now - self._checked_at - 2 * PROGRESS_EVERY_S) if self._checked_at else 0.0
+        if missed_s:  # nobody gave this process the processor: the ranks need not have had it either
+            self._moved_at = {rank: min(now, at + missed_s) for rank, at in self._moved_at.items()}
         self._checked_at = now
         for rank in pending:
             head, waiting, alone, _ = self.board.state(rank)

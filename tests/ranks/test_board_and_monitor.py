@@ -4,6 +4,7 @@ import os
 import pytest
 
 from dtlab.ranks import board as board_module
+from dtlab.ranks import monitor as monitor_module
 from dtlab.ranks.board import ANY, COLLECTIVE, RECV, RECV_ANY, SEND, Board, Call, rank_list
 from dtlab.ranks.monitor import Look, Monitor, Wait
 from dtlab.ranks.run import is_settled
@@ -215,6 +216,50 @@ def test_the_limit_counts_from_the_last_progress_of_anybody():
     monitor.moved(1)
     assert not monitor.limit_reached([], [])
     assert not quiet(group.monitor(limit_s=None)).limit_reached([], [])
+
+
+class Clock:
+    """Time that passes only where a test says so, and processor seconds of rank 1 that a test hands out."""
+
+    def __init__(self, monkeypatch, monitor):
+        self.now, self.used_s, self.monitor = 1000.0, 0.0, monitor
+        monkeypatch.setattr(monitor_module.time, "monotonic", lambda: self.now)
+        monitor._use = lambda rank: (self.used_s if rank == 1 else 0.0, 0)
+        monitor._moved_at = dict.fromkeys(monitor._moved_at, self.now)
+
+    def passes(self, seconds, share, looks_every_s=0.25):
+        """Rank 1 gets ``share`` of a core. Whether the limit was reached at any look."""
+        end, reached = self.now + seconds, False
+        while self.now < end:
+            self.now += looks_every_s
+            self.used_s += share * looks_every_s
+            self.monitor.watch_progress([0, 1])
+            reached = reached or self.monitor.limit_reached([], [])
+        return reached
+
+
+def one_waits(monkeypatch):
+    group = Group(2)
+    monitor = group.monitor(limit_s=1.5)
+    group.wait(0)
+    return Clock(monkeypatch, monitor)
+
+
+@pytest.mark.parametrize("share", [1.0, 0.08, 0.04, 0.025])
+def test_a_rank_that_others_leave_little_of_the_processor_makes_progress(monkeypatch, share):
+    assert not one_waits(monkeypatch).passes(20, share)
+
+
+@pytest.mark.parametrize("share", [0.0, 0.001, 0.01])
+def test_a_rank_that_uses_next_to_nothing_makes_none(monkeypatch, share):
+    assert one_waits(monkeypatch).passes(5, share)
+
+
+def test_time_in_which_the_notebook_itself_got_no_processor_does_not_count(monkeypatch):
+    clock = one_waits(monkeypatch)
+    assert not clock.passes(1, share=0)
+    assert not clock.passes(6, share=0, looks_every_s=6)  # the machine stood still
+    assert clock.passes(2, share=0)
 
 
 def test_the_limit_needs_somebody_who_waits():
