@@ -46,13 +46,14 @@ def _uncut(shape, tp_size):
     for name in ("num_heads", "ffn_hidden_size", "hidden_size"):
         if getattr(shape, name) % tp_size:
             return f"{name} ({getattr(shape, name)}) does not divide by tp_size ({tp_size})"
-    shared = _num_kv_heads(shape)
+    shared = num_kv_heads(shape)
     if shared % tp_size and tp_size % shared:
         return f"num_kv_heads ({shared}) does not divide by tp_size ({tp_size}), nor tp_size by num_kv_heads"
     return None
 
 
-def _num_kv_heads(shape):
+def num_kv_heads(shape) -> int:
+    """Heads of keys and values (count): num_heads where a shape says nothing else."""
     return getattr(shape, "num_kv_heads", None) or shape.num_heads
 
 
@@ -75,7 +76,7 @@ def tp_layer_params(shape: ModelShape, *, tp_size: int) -> int:
     """
     t, h, f = _legal(shape, tp_size), shape.hidden_size, shape.ffn_hidden_size
     width = shape.num_heads * shape.head_size // t
-    keys_values = 2 * max(_num_kv_heads(shape) // t, 1) * shape.head_size
+    keys_values = 2 * max(num_kv_heads(shape) // t, 1) * shape.head_size
     if isinstance(shape, LlamaShape):
         return h * (2 * width + keys_values) + 3 * h * f // t + 2 * h
     qkv, fc1 = width + keys_values, f // t
@@ -214,7 +215,8 @@ def ring_attention_wire_bytes(shape: ModelShape, *, cp_size: int, micro_batch_si
 
     Source: Liu et al. 2023, arXiv:2310.01889, section 3.
     """
-    _, keys_values = _piece_bytes(shape, cp_size, micro_batch_size, bytes_per_element)
+    _, keys_values = piece_bytes(shape, cp_size=cp_size, micro_batch_size=micro_batch_size,
+                                 bytes_per_element=bytes_per_element)
     steps = cp_size - 1
     return {"forward": float(steps * keys_values), "backward": float((steps + (cp_size if steps else 0)) * keys_values)}
 
@@ -235,15 +237,19 @@ def ulysses_wire_bytes(shape: ModelShape, *, cp_size: int, micro_batch_size: int
 
     Source: Jacobs et al. 2023, arXiv:2309.14509, section 3.2.
     """
-    queries, keys_values = _piece_bytes(shape, cp_size, micro_batch_size, bytes_per_element)
-    for name, heads in (("num_heads", shape.num_heads), ("num_kv_heads", _num_kv_heads(shape))):
-        divisible(name, heads, "cp_size", cp_size)
+    queries, keys_values = piece_bytes(shape, cp_size=cp_size, method="ulysses", micro_batch_size=micro_batch_size,
+                                       bytes_per_element=bytes_per_element)
     sent = wire_bytes("all_to_all", 2 * queries + keys_values, cp_size)
     return {"forward": float(sent), "backward": float(sent)}
 
 
-def _piece_bytes(shape, cp_size, micro_batch_size, bytes_per_element):
-    """Bytes of a rank's queries, and of its keys and values together."""
+def piece_bytes(shape: ModelShape, *, cp_size: int, method: str = "ring", micro_batch_size: int = 1,
+                bytes_per_element: int = 2) -> tuple[int, int]:
+    """Bytes of a rank's piece of the queries, and of the keys and values together; refuses what Ulysses cannot cut."""
+    one_of("method", method, ("ring", "ulysses"))
+    heads, kv_heads = shape.num_heads, num_kv_heads(shape)
     tokens = divisible("seq_length", shape.seq_length, "cp_size", at_least("cp_size", cp_size, 1))
+    if method == "ulysses":
+        divisible("num_heads", heads, "cp_size", cp_size), divisible("num_kv_heads", kv_heads, "cp_size", cp_size)
     head = tokens * at_least("micro_batch_size", micro_batch_size, 1) * shape.head_size * bytes_per_element
-    return head * shape.num_heads, 2 * head * _num_kv_heads(shape)
+    return head * heads, 2 * head * kv_heads
