@@ -1,7 +1,7 @@
 """A small GPT: pre-LN, learned positions, one file. The serial reference of every technique.
 
-Letters in shape comments: B batch_size, S seq_length, h hidden_size, f ffn_hidden_size, a num_heads, d = h / a,
-V vocab_size.
+Letters in shape comments: B batch_size, S seq_length, h hidden_size, f ffn_hidden_size, a num_heads, k num_kv_heads,
+d = h / a, V vocab_size.
 Submodules have Megatron-core's names, so that a shard map reads the same in both.
 """
 import math
@@ -29,9 +29,13 @@ class GPTConfig:
         dropout: Probability after the embeddings, after attention and after the MLP, and on the attention weights.
         tie_embeddings: The output layer uses the token embedding's weight.
         flash_attention: False writes attention out, so that its S x S matrices stand in memory.
+        num_kv_heads: Heads of keys and values, each shared by num_heads / num_kv_heads query heads (grouped-query
+            attention); None gives num_heads. (``dataclasses.replace`` keeps the resolved number.)
+        swiglu: The MLP is (silu(x G) * (x U)) B, with two matrices in the place of one, instead of GELU(x A) B.
 
     Raises:
-        ConfigError: a size below 1, ``hidden_size`` not divisible by ``num_heads``, dropout not in [0, 1).
+        ConfigError: a size below 1, ``hidden_size`` not divisible by ``num_heads`` or that by ``num_kv_heads``, dropout
+            not in [0, 1).
     """
 
     vocab_size: int = 256
@@ -43,13 +47,19 @@ class GPTConfig:
     dropout: float = 0.0
     tie_embeddings: bool = True
     flash_attention: bool = True
+    num_kv_heads: int | None = None
+    swiglu: bool = False
 
     def __post_init__(self):
         if self.ffn_hidden_size is None:
             object.__setattr__(self, "ffn_hidden_size", 4 * at_least("hidden_size", self.hidden_size, 1))
-        for name in ("vocab_size", "seq_length", "hidden_size", "num_layers", "num_heads", "ffn_hidden_size"):
+        if self.num_kv_heads is None:
+            object.__setattr__(self, "num_kv_heads", self.num_heads)
+        for name in ("vocab_size", "seq_length", "hidden_size", "num_layers", "num_heads", "ffn_hidden_size",
+                     "num_kv_heads"):
             at_least(name, getattr(self, name), 1)
         divisible("hidden_size", self.hidden_size, "num_heads", self.num_heads)
+        divisible("num_heads", self.num_heads, "num_kv_heads", self.num_kv_heads)
         if not 0 <= self.dropout < 1:
             raise ConfigError(f"dropout ({self.dropout}) must be at least 0 and below 1")
 
@@ -59,27 +69,37 @@ class Attention(nn.Module):
 
     Shapes:
         x, y              [B, S, h]
-        linear_qkv.weight [3h, h]  rows ordered head by head (q, k, v of head 0, then of head 1, ...), so that n
-                                   equal runs of rows are n sets of whole heads
-        linear_proj.weight [h, h]  columns in the order of the heads
+        linear_qkv.weight [(a + 2k) d, h]  rows ordered kv head by kv head: first the a/k query heads that share it,
+                                   then k, then v (with k = a: q, k, v of head 0, then of head 1, ...), so that n equal
+                                   runs of rows are n sets of whole heads
+        linear_proj.weight [h, h]  columns in the order of the query heads
     """
 
     def __init__(self, config: GPTConfig, **factory):
         super().__init__()
-        self.num_heads, self.dropout, self.flash = config.num_heads, config.dropout, config.flash_attention
-        self.linear_qkv = nn.Linear(config.hidden_size, 3 * config.hidden_size, **factory)
+        self.num_heads, self.num_kv_heads = config.num_heads, config.num_kv_heads
+        self.dropout, self.flash = config.dropout, config.flash_attention
+        head_size = config.hidden_size // config.num_heads
+        num_rows = (config.num_heads + 2 * config.num_kv_heads) * head_size
+        self.linear_qkv = nn.Linear(config.hidden_size, num_rows, **factory)
         self.linear_proj = nn.Linear(config.hidden_size, config.hidden_size, **factory)
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         """[B, S, h] -> [B, S, h]."""
-        heads = self.linear_qkv(x).unflatten(-1, (self.num_heads, 3, -1))  # [B, S, a, 3, d]
-        q, k, v = (part.transpose(1, 2) for part in heads.unbind(3))       # each [B, a, S, d]
+        shared = self.num_heads // self.num_kv_heads
+        rows = self.linear_qkv(x).unflatten(-1, (self.num_kv_heads, shared + 2, -1))     # [B, S, k, a/k + 2, d]
+        q, k, v = rows[..., :-2, :].flatten(2, 3), rows[..., -2, :], rows[..., -1, :]    # [B, S, a or k, d]
+        y = self.attend(*(heads.transpose(1, 2) for heads in (q, k, v)))
+        return self.linear_proj(y.transpose(1, 2).flatten(-2))                           # [B, S, h]
+
+    def attend(self, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> torch.Tensor:
+        """Attention itself, without a parameter: [B, a, S, d] and twice [B, k, S, d] -> [B, a, S, d]."""
+        if q.shape[1] > k.shape[1]:
+            k, v = (heads.repeat_interleave(q.shape[1] // k.shape[1], dim=1) for heads in (k, v))
         dropout = self.dropout if self.training else 0.0
         if self.flash:
-            y = F.scaled_dot_product_attention(q, k, v, is_causal=True, dropout_p=dropout)
-        else:
-            y = written_out_attention(q, k, v, dropout)
-        return self.linear_proj(y.transpose(1, 2).flatten(-2))             # [B, S, h]
+            return F.scaled_dot_product_attention(q, k, v, is_causal=True, dropout_p=dropout)
+        return written_out_attention(q, k, v, dropout)
 
 
 def written_out_attention(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, dropout: float = 0.0) -> torch.Tensor:
@@ -91,22 +111,27 @@ def written_out_attention(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, dro
 
 
 class FeedForward(nn.Module):
-    """y = GELU(x A) B: the MLP of a transformer layer.
+    """y = GELU(x A) B: the MLP of a transformer layer; with ``swiglu`` y = (silu(x G) * (x U)) B.
 
     Shapes:
         x, y              [B, S, h]
-        linear_fc1.weight [f, h]  A^T: torch stores the matrix transposed
+        linear_fc1.weight [f, h]  A^T: torch stores the matrix transposed; swiglu [2f, h]: G^T (gate), below it U^T (up)
         linear_fc2.weight [h, f]  B^T
     """
 
     def __init__(self, config: GPTConfig, **factory):
         super().__init__()
-        self.linear_fc1 = nn.Linear(config.hidden_size, config.ffn_hidden_size, **factory)
+        self.swiglu = config.swiglu
+        self.linear_fc1 = nn.Linear(config.hidden_size, (1 + config.swiglu) * config.ffn_hidden_size, **factory)
         self.linear_fc2 = nn.Linear(config.ffn_hidden_size, config.hidden_size, **factory)
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         """[B, S, h] -> [B, S, h]."""
-        return self.linear_fc2(F.gelu(self.linear_fc1(x)))
+        x = self.linear_fc1(x)
+        if self.swiglu:
+            gate, up = x.chunk(2, dim=-1)
+            return self.linear_fc2(F.silu(gate) * up)
+        return self.linear_fc2(F.gelu(x))
 
 
 class TransformerLayer(nn.Module):
@@ -137,7 +162,7 @@ class GPT(nn.Module):
         dtype, device: Of all parameters; torch's global defaults are not used.
 
     Raises:
-        ConfigError: a sequence longer than ``config.seq_length``.
+        ConfigError: a sequence longer than ``config.seq_length``; positions of another number than tokens.
 
     Example:
         >>> model = GPT(GPTConfig(hidden_size=16, num_heads=2, num_layers=1, seq_length=8))
@@ -161,22 +186,29 @@ class GPT(nn.Module):
             self.output_layer.weight = self.token_embedding.weight
         init_by_name(self, seed)
 
-    def embed(self, tokens: torch.Tensor, first_position: int = 0) -> torch.Tensor:
-        """[B, S] -> [B, S, h]; ``first_position`` is where a piece of a longer sequence starts."""
-        end = first_position + tokens.shape[-1]
-        if end > self.config.seq_length:
-            raise ConfigError(f"the sequence is {end} tokens long, but the model has seq_length ("
-                              f"{self.config.seq_length}): cut it, or make the model with seq_length={end}")
-        positions = torch.arange(first_position, end, device=tokens.device)
+    def embed(self, tokens: torch.Tensor, first_position: int = 0, positions=None) -> torch.Tensor:
+        """[B, S] -> [B, S, h]; ``first_position`` is where a piece of a longer sequence starts.
+
+        ``positions`` [S], if given, says of each token where it stands: of a piece that is not in one run.
+        """
+        if positions is None:
+            end = first_position + tokens.shape[-1]
+            if end > self.config.seq_length:
+                raise ConfigError(f"the sequence is {end} tokens long, but the model has seq_length ("
+                                  f"{self.config.seq_length}): cut it, or make the model with seq_length={end}")
+            positions = torch.arange(first_position, end, device=tokens.device)
+        elif positions.shape != tokens.shape[-1:]:
+            raise ConfigError(f"positions {list(positions.shape)} must have one number for each of the "
+                              f"{tokens.shape[-1]} tokens of a sequence: shape [{tokens.shape[-1]}]")
         return self.dropout(self.token_embedding(tokens) + self.position_embedding(positions))
 
     def head(self, x: torch.Tensor) -> torch.Tensor:
         """[B, S, h] -> logits [B, S, V]."""
         return self.output_layer(self.final_layernorm(x))
 
-    def forward(self, tokens: torch.Tensor) -> torch.Tensor:
-        """[B, S] -> [B, S, V]."""
-        x = self.embed(tokens)
+    def forward(self, tokens: torch.Tensor, positions=None) -> torch.Tensor:
+        """[B, S] -> [B, S, V]; ``positions`` as in ``embed``."""
+        x = self.embed(tokens, positions=positions)
         for layer in self.layers:
             x = layer(x)
         return self.head(x)

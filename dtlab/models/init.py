@@ -4,6 +4,8 @@ Not on the order in which modules are made, on the number of ranks, on the proce
 that holds a shard draws the full tensor and keeps its slice, and equals one process at every degree of parallelism.
 """
 import hashlib
+from collections.abc import Callable
+from dataclasses import dataclass
 
 import torch
 from torch import nn
@@ -12,6 +14,22 @@ from dtlab.errors import ConfigError
 from dtlab.validate import at_least
 
 EMBEDDING_STD = 0.02  # embeddings and the output layer: small logits, so a fresh model's loss is close to ln vocab_size
+
+
+@dataclass(frozen=True)
+class Shard:
+    """How a parameter of which a rank holds a part is cut out of the whole one.
+
+    A module says it in ``module.shards``, by the parameter's name: {"weight": Shard((8, 4), take)}. (Not at the
+    parameter: ``to_empty`` and ``deepcopy`` make new ones, without what was put on the old.)
+
+    Attributes:
+        full_shape: Shape in the serial model.
+        take: Function from the whole tensor to this rank's part: a view of it, or a new one where there is padding.
+    """
+
+    full_shape: tuple
+    take: Callable[[torch.Tensor], torch.Tensor]
 
 
 def full_parameter(name: str, shape, seed: int, *, dtype: torch.dtype = torch.float32) -> torch.Tensor:
@@ -53,8 +71,8 @@ def full_parameter(name: str, shape, seed: int, *, dtype: torch.dtype = torch.fl
 def init_by_name(module: nn.Module, seed: int, *, rename=None) -> nn.Module:
     """Fill every parameter of ``module`` in place from (seed, qualified name); returns the module.
 
-    A tied parameter is filled once, under its first name. Parameters on the meta device are left alone. The parameters
-    must have their full shapes: for a shard call ``full_parameter`` and slice.
+    A tied parameter is filled once, under its first name. Parameters on the meta device are left alone. Of a parameter
+    that its module has as a ``Shard`` the whole is drawn and the part kept; all others must have their full shapes.
 
     Args:
         module: Any module.
@@ -73,7 +91,9 @@ def init_by_name(module: nn.Module, seed: int, *, rename=None) -> nn.Module:
                               "start equal: give each the name it has in the serial model")
         names[name] = local
         if not parameter.is_meta:
-            parameter.copy_(full_parameter(name, parameter.shape, seed, dtype=parameter.dtype))
+            path, _, leaf = local.rpartition(".")
+            shard = getattr(module.get_submodule(path), "shards", {}).get(leaf) or Shard(parameter.shape, lambda t: t)
+            parameter.copy_(shard.take(full_parameter(name, shard.full_shape, seed, dtype=parameter.dtype)))
     return module
 
 

@@ -102,7 +102,7 @@ def test_equal_runs_of_qkv_rows_are_whole_heads():
     partial = torch.zeros_like(x)
     for rank in range(2):  # what tensor parallelism does on 2 ranks, one after the other
         half = GPT(GPTConfig(**SMALL), dtype=torch.float64).layers[0].self_attention
-        half.num_heads = 2
+        half.num_heads = half.num_kv_heads = 2
         half.linear_qkv.weight.data = attention.linear_qkv.weight.data.chunk(2)[rank]
         half.linear_qkv.bias.data = attention.linear_qkv.bias.data.chunk(2)[rank]
         half.linear_proj.weight.data = attention.linear_proj.weight.data.chunk(2, dim=1)[rank]
