@@ -78,8 +78,8 @@ def context_parallel_attention(shape, hardware, *, cp_size, layout="contiguous",
     """The timeline of forward and backward of one layer's attention on one sequence, between the projections.
 
     A ring's rank sends keys and values on while it computes with them; a block that the causal mask hides takes no
-    time. In backward their gradients follow when the block is done, and make one step more, home. Ulysses exchanges
-    before and after, with nothing to compute beside it.
+    time. In backward their gradients, summed in 32 bits, follow when the block is done, and go home in the end. Ulysses
+    exchanges before and after, with nothing to compute beside it.
 
     Args:
         shape: ``theory.ModelShape``; elements are of 16 bits.
@@ -107,9 +107,10 @@ def context_parallel_attention(shape, hardware, *, cp_size, layout="contiguous",
     whole_s = 4 * shape.seq_length**2 * shape.num_heads * shape.head_size / reached / (2 if causal else 1)
     blocks = causal_blocks(cp_size, layout) if causal else [[1 / cp_size**2] * cp_size] * cp_size
     if method == "ring":
-        hop_s = [hardware.p2p_s(keys_values, rank, (rank + 1) % cp_size) for rank in ranks]
+        hop_s = [[hardware.p2p_s(size, rank, (rank + 1) % cp_size) for rank in ranks]
+                 for size in (keys_values, 2 * keys_values)]  # gradients have 32 bits
         for look, factor in ((_FORWARD, whole_s), (_BACKWARD, 2 * whole_s)):
-            program.ring(look, [[share * factor for share in row] for row in blocks], hop_s)
+            program.ring(look, [[share * factor for share in row] for row in blocks], *hop_s)
         return program.timeline()
     exchange_s = lambda size: hardware.collective_s("all_to_all", size, ranks)
     for look, seconds, before, behind in ((_FORWARD, whole_s, queries + keys_values, queries),
@@ -159,8 +160,8 @@ class _Program:
                                    {rank: (f"to rank {to}", "send", ""), to: (f"from rank {rank}", "recv", "")}))
         return [(sent[rank - 1], sent[rank]) for rank in self.ranks]
 
-    def ring(self, look, seconds, hop_s):
-        """Each rank's block with the keys of each, seconds of it; in backward with what goes home."""
+    def ring(self, look, seconds, hop_s, home_s):
+        """Each rank's block with the keys of each, seconds of it; in backward with others' gradients, going home."""
         going_home = [()] * len(self.ranks)
         for step in self.ranks:
             hops = self.hop(hop_s) if step < len(self.ranks) - 1 else [()] * len(self.ranks)
@@ -168,8 +169,8 @@ class _Program:
                 source = (rank - step) % len(self.ranks)
                 self.run(rank, (*look[:2], str(source)), seconds[rank][source])
                 self.wait(rank, *hops[rank], *going_home[rank])
-            if look is _BACKWARD and len(self.ranks) > 1:
-                going_home = self.hop(hop_s)
+            if look is _BACKWARD and step > 0:
+                going_home = self.hop(home_s)
         for rank in self.ranks:
             self.wait(rank, *going_home[rank])
 

@@ -205,20 +205,20 @@ def ring_attention_wire_bytes(shape: ModelShape, *, cp_size: int, micro_batch_si
                               bytes_per_element: int = 2) -> dict[str, float]:
     """Bytes that a rank sends for one layer's ring attention, ``{"forward": ..., "backward": ...}``.
 
-    Keys and values visit the n - 1 other ranks in forward and once more in backward, where their gradients travel
-    with them and make one step more, home: n.
+    Keys and values visit the n - 1 other ranks in forward, and once more in backward. There their gradients start at
+    the first rank that they visit and end at home: n - 1 steps too, in 32 bits at least, in which they are summed.
 
     Example:
         >>> from dtlab.theory import GPT_7_5B
         >>> {phase: its_bytes / 2**20 for phase, its_bytes in ring_attention_wire_bytes(GPT_7_5B, cp_size=4).items()}
-        {'forward': 24.0, 'backward': 56.0}
+        {'forward': 24.0, 'backward': 72.0}
 
     Source: Liu et al. 2023, arXiv:2310.01889, section 3.
     """
     _, keys_values = piece_bytes(shape, cp_size=cp_size, micro_batch_size=micro_batch_size,
                                  bytes_per_element=bytes_per_element)
-    steps = cp_size - 1
-    return {"forward": float(steps * keys_values), "backward": float((steps + (cp_size if steps else 0)) * keys_values)}
+    forward = (cp_size - 1) * keys_values
+    return {"forward": float(forward), "backward": forward * (1 + max(bytes_per_element, 4) / bytes_per_element)}
 
 
 def ulysses_wire_bytes(shape: ModelShape, *, cp_size: int, micro_batch_size: int = 1,
