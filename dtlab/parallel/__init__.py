@@ -10,6 +10,14 @@ from dtlab.parallel.collectives import (
     ring_reduce_scatter,
     tree_all_reduce,
 )
+from dtlab.parallel.context_parallel import (
+    apply_context_parallel,
+    join_sequence,
+    ring_attention,
+    sequence_positions,
+    split_sequence,
+    ulysses_attention,
+)
 from dtlab.parallel.data_parallel import DistributedDataParallel, global_mean
 from dtlab.parallel.fsdp import FullyShardedModule
 from dtlab.parallel.mappings import (
@@ -37,12 +45,14 @@ __all__ = [
     "ZeroOptimizer",
     "all_to_all",
     "all_to_all_region",
+    "apply_context_parallel",
     "chunk_bounds",
     "copy_to_tp_region",
     "gather_from_sequence_region",
     "gather_from_tp_region",
     "global_mean",
     "halving_doubling_all_reduce",
+    "join_sequence",
     "load_checkpoint",
     "naive_all_reduce",
     "recompute",
@@ -50,11 +60,15 @@ __all__ = [
     "reduce_scatter_to_sequence_region",
     "ring_all_gather",
     "ring_all_reduce",
+    "ring_attention",
     "ring_reduce_scatter",
     "save_checkpoint",
     "scatter_to_sequence_region",
     "scatter_to_tp_region",
+    "sequence_positions",
     "split_region_rng",
+    "split_sequence",
     "tree_all_reduce",
+    "ulysses_attention",
     "vocab_parallel_cross_entropy",
 ]
