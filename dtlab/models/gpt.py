@@ -186,6 +186,14 @@ class GPT(nn.Module):
             self.output_layer.weight = self.token_embedding.weight
         init_by_name(self, seed)
 
+    def _apply(self, fn, recurse=True):
+        """What ``to`` and ``to_empty`` call. Subtle: from the meta device each place of a tied weight gets its own."""
+        is_tied = self.output_layer.weight is self.token_embedding.weight
+        super()._apply(fn, recurse)
+        if is_tied:
+            self.output_layer.weight = self.token_embedding.weight
+        return self
+
     def embed(self, tokens: torch.Tensor, first_position: int = 0, positions=None) -> torch.Tensor:
         """[B, S] -> [B, S, h]; ``first_position`` is where a piece of a longer sequence starts.
 

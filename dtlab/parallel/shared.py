@@ -254,14 +254,17 @@ def total_norm(shards, *, group=None, norm_type: float = 2.0) -> torch.Tensor:
 
 
 @torch.no_grad()
-def clip_shards_(shards, max_norm: float, *, group=None, norm_type: float = 2.0) -> torch.Tensor:
+def clip_shards_(shards, max_norm: float, *, group=None, norm_type: float = 2.0, counted=None) -> torch.Tensor:
     """Scale shards in place so that ``total_norm`` is ``max_norm`` (infinity: measure only) at most; the norm before.
 
     Every rank scales by the same factor, as torch's ``clip_grad_norm_``: max_norm / (norm + 1e-6) if that is below 1.
     A norm of NaN scales nothing (torch's makes every element NaN): it can still be found where it came from.
+
+    Args:
+        counted: Where ranks have the same elements, the parts of the shards that this rank counts; None: all.
     """
     amount("max_norm", max_norm if max_norm != math.inf else 0)
-    norm = total_norm(shards, group=group, norm_type=norm_type)
+    norm = total_norm(shards if counted is None else counted, group=group, norm_type=norm_type)
     factor = (max_norm / (norm + 1e-6)).clamp(max=1.0).nan_to_num(1.0)
     for shard in shards:
         shard.mul_(factor.to(shard.device))
