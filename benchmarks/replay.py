@@ -128,6 +128,21 @@ def slider_of_stages(bench, peers):
     return slide(zero(), "ranks", "seq_length", 1 if bench.quick else 4)
 
 
+@row("slider of the degree of tensor parallelism, with which all are simulated anew", "s", {FIGURE: times_faster(10)})
+def slider_of_shards(bench, peers):
+    from dtlab.widgets.explore import tensor_parallel
+
+    return slide(tensor_parallel(), "tp_size", "between", 1 if bench.quick else 5)
+
+
+@row("slider of context parallelism's ranks, with which all of them are simulated anew", "s",
+     {FIGURE: times_faster(10)})  # fmt: skip
+def slider_of_sequences(bench, peers):
+    from dtlab.widgets.explore import context_parallel
+
+    return slide(context_parallel(), "ranks", "network", 1 if bench.quick else 5)
+
+
 def rebuild_figure(num_boxes):
     """What a notebook does without widgets: a new figure with boxes on four lanes, as PNG."""
     import io

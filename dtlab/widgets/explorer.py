@@ -21,12 +21,14 @@ class Control:
         values: the legal values in order, or a function that gives them from the values of all controls (a dict).
         kind: ``"slider"``, ``"stepper"`` (a slider with Back and Next), ``"dropdown"`` or ``"toggle"``.
         text: function that gives a value as the reader sees it.
+        why_not: function of a value and of the values of all controls that says why it is not legal, or None.
     """
 
     label: str
     values: object
     kind: str = "slider"
     text: object = str
+    why_not: object = lambda value, values: None
 
     def legal(self, values):
         """The values allowed beside those of the other controls."""
@@ -193,7 +195,9 @@ class Explorer:
             value = values.get(name, legal[0])
             place = _place(value, legal, control.text)
             if place is None and name in degrees:
-                raise ConfigError(f"{name}={value!r} is not legal here; legal: {_listed(legal, control.text)}")
+                reason = control.why_not(value, values)
+                raise ConfigError(f"{name}={value!r} is not legal here; legal: {_listed(legal, control.text)}"
+                                  + (f": {reason}" if reason else ""))
             values[name] = legal[-1 if place is None else place]
         return {name: values[name] for name in self.controls}
 
