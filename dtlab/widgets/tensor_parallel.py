@@ -1,6 +1,7 @@
 """Explorer of lesson 06: who owns which part of a layer's matrices, and what sending between them costs."""
 from collections import Counter
 
+from dtlab.errors import ConfigError
 from dtlab.plots.bars import stacked
 from dtlab.plots.columns import columns
 from dtlab.plots.tensor_parallel import Matrix, shard_map
@@ -80,9 +81,13 @@ def _legal(values):
 def _why_not(tp_size, values):
     """Why a degree is not offered; None where it is."""
     shape = _MODELS[values["model"]]
-    if values["sequence_parallel"] and shape.seq_length % tp_size:
-        return f"seq_length ({shape.seq_length}), which sequence parallelism cuts, does not divide by it"
-    return why_not_tp(shape, tp_size)
+    try:
+        reason = why_not_tp(shape, tp_size)
+    except ConfigError as error:  # no number at all
+        return str(error)
+    if reason is None and values["sequence_parallel"] and shape.seq_length % tp_size:
+        reason = f"seq_length ({shape.seq_length}), which sequence parallelism cuts, does not divide by it"
+    return reason
 
 
 def _share(layer):

@@ -17,7 +17,8 @@ from dtlab.widgets.explorer import Control, Explorer, toggle
 
 TABS = ["messages", "ring", "cost"]
 MAKERS = [*(functools.partial(dtlab.explore.collectives, tab) for tab in TABS), dtlab.explore.data_parallel,
-          dtlab.explore.memory, dtlab.explore.zero, functools.partial(dtlab.explore.zero, "batch")]
+          dtlab.explore.memory, dtlab.explore.zero, functools.partial(dtlab.explore.zero, "batch"),
+          dtlab.explore.tensor_parallel, dtlab.explore.context_parallel]
 WIDGET, SVG, TEXT = "application/vnd.jupyter.widget-view+json", "image/svg+xml", "text/plain"
 
 
@@ -122,6 +123,8 @@ def test_no_widget_library_is_needed_to_drive_it():
     (MAKERS[2], "ranks", [{"index": i % 20} for i in range(1, 31)]),
     (dtlab.explore.memory, "seq_length", [{"index": (i + 1) % 5} for i in range(1, 31)]),
     (dtlab.explore.zero, "ranks", [{"index": i % 11} for i in range(1, 31)]),
+    (dtlab.explore.tensor_parallel, "tp_size", [{"index": (i + 2) % 6} for i in range(1, 31)]),
+    (dtlab.explore.context_parallel, "ranks", [{"index": (i + 1) % 4} for i in range(1, 31)]),
 ])
 def test_30_messages_of_a_slider_leave_one_picture_and_the_last_value_wins(live, capsys, make, name, messages):
     explorer = make()
