@@ -5,8 +5,10 @@ Only matrix products take time, at the FLOP/s that the hardware reaches. What th
 """
 from dtlab.simulate.boxes import boxes_of_run
 from dtlab.simulate.engine import Transfer, simulate
+from dtlab.simulate.hardware import Hardware
+from dtlab.simulate.replay import replay
 from dtlab.simulate.timeline import Timeline
-from dtlab.theory import LlamaShape, causal_blocks, tp_layer_collectives
+from dtlab.theory import Link, LlamaShape, ModelShape, batch_flops, causal_blocks, tp_layer_collectives
 from dtlab.theory.tensor_parallel import num_kv_heads, piece_bytes
 
 _FORWARD, _BACKWARD, _CALL = ("forward", "forward", ""), ("backward", "backward", ""), ("call", "compute", "")
@@ -72,6 +74,46 @@ def _matrices_s(shape, tp_size, micro_batch_size, hardware):
     columns = 2 * f if isinstance(shape, LlamaShape) else f
     return [(h * qkv * flop_s, 2 * shape.seq_length * width * flop_s, h * width * flop_s),
             (h * columns * flop_s, 0.0, h * f * flop_s)]  # fmt: skip
+
+
+# Megatron-LM 2019, weak scaling: tp_size -> hidden_size, num_heads, num_layers, published efficiency (percent)
+MEGATRON_2019 = {1: (1536, 16, 40, 100), 2: (1920, 20, 54, 95), 4: (2304, 24, 64, 82), 8: (3072, 32, 72, 77)}
+# A DGX-2H, whose 16 GPUs have one switch. Of matrix products half of the data sheet's is the presets' assumption; of
+# links it is one made for this comparison.
+DGX_2H = Hardware.preset("16xV100-32GB", node_size=16, inside=Link(
+    "NVLink 2, half", 75e9, 3.4e-6, "150 GB/s by V100 data sheet, NVIDIA 2020; that half of it is reached is assumed"))
+
+
+def megatron_2019_efficiency(recordings, hardware=DGX_2H):
+    """The paper's efficiency beside a replay's: a DataFrame with one row for each tp_size.
+
+    Efficiency is FLOP/s of a GPU in a layer, in percent of the first row's; of the layers alone, as the loss, the
+    embeddings and the optimizer take a few percent of each row. One machine and one set of shares for all rows.
+
+    Args:
+        recordings: tp_size -> dry recording of a layer of that row of ``MEGATRON_2019``, forward and backward in
+            ``dtlab.phase("layer")``: micro-batches of 8, 1,024 tokens, 16 bits, dropout 0.1, attention written out,
+            the layer recomputed in backward, no all_reduce beside a product.
+        hardware: ``Hardware``.
+
+    Source: Shoeybi et al. 2019, arXiv:1909.08053, table 1 and figure 5.
+    """
+    import pandas as pd
+
+    rows = {}
+    for tp_size, recording in recordings.items():
+        hidden_size, num_heads, num_layers, published = MEGATRON_2019[tp_size]
+        shape = ModelShape(num_layers=1, hidden_size=hidden_size, num_heads=num_heads, seq_length=1024, vocab_size=1)
+        timeline = replay(recording, hardware, algorithm="ring")
+        began_s = min(box.start_s for box in timeline.boxes if box.label == "layer")
+        layer_s = timeline.start_s + timeline.step_time_s - began_s
+        flops_per_s = batch_flops(shape, batch_size=8, recompute="full") / tp_size / layer_s
+        rows[tp_size] = {"hidden_size": hidden_size, "num_layers": num_layers, "flops_per_s": flops_per_s,
+                         "exposed_percent": 100 * timeline.exposed_communication_s / layer_s,
+                         "published_percent": published}  # fmt: skip
+    table = pd.DataFrame.from_dict(rows, orient="index").rename_axis("tp_size")
+    table["replay_percent"] = 100 * table.flops_per_s / table.flops_per_s.iloc[0]
+    return table
 
 
 def context_parallel_attention(shape, hardware, *, cp_size, layout="contiguous", method="ring", causal=True):
