@@ -20,7 +20,7 @@ EMBEDDING_STD = 0.02  # embeddings and the output layer: small logits, so a fres
 class Shard:
     """How a parameter of which a rank holds a part is cut out of the whole one.
 
-    A module says it in ``module.shards``, by the parameter's name: {"weight": Shard((8, 4), take)}. (Not at the
+    A module says it by the parameter's name: ``module.parameter_shards = {"weight": Shard((8, 4), take)}``. (Not at the
     parameter: ``to_empty`` and ``deepcopy`` make new ones, without what was put on the old.)
 
     Attributes:
@@ -92,7 +92,8 @@ def init_by_name(module: nn.Module, seed: int, *, rename=None) -> nn.Module:
         names[name] = local
         if not parameter.is_meta:
             path, _, leaf = local.rpartition(".")
-            shard = getattr(module.get_submodule(path), "shards", {}).get(leaf) or Shard(parameter.shape, lambda t: t)
+            shards = getattr(module.get_submodule(path), "parameter_shards", {})
+            shard = shards.get(leaf, Shard(parameter.shape, lambda whole: whole))
             parameter.copy_(shard.take(full_parameter(name, shard.full_shape, seed, dtype=parameter.dtype)))
     return module
 

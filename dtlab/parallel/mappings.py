@@ -3,9 +3,9 @@
     x --copy-->[ region: each rank has its own part of the work ]--reduce--> y      forward: the second one talks
     x <-reduce-[                                                ]<--copy---- y      backward: the first one talks
 
-A plain ``dist.all_reduce`` is no part of the graph that autograd keeps: the gradient would pass as if it were not there.
-Each function leaves its input as it is, takes any strides, and in a group of one rank does nothing. All ranks of the
-group call together, with tensors of one shape and dtype.
+A plain ``dist.all_reduce`` is no part of the graph that autograd keeps: the gradient would pass as if it were not
+there. Each function leaves its input as it is, takes any strides, and in a group of one rank does nothing. All ranks of
+the group call together, with tensors of one shape and dtype.
 
 Letters: t ranks of the group, N bytes of the larger of the two tensors (input, output); a collective is named with its
 bytes for each rank on a ring. B batch_size, S seq_length, h hidden_size.
@@ -175,15 +175,11 @@ def _piece(x, group, dim):
 
 
 def _all_gather(x, group, dim):
-    whole, work = start_all_gather(x, group, dim)
-    work.wait()
-    return whole()
+    return start_all_gather(x, group, dim)()
 
 
 def _reduce_scatter(x, group, dim):
-    piece, work = start_reduce_scatter(x, group, dim)
-    work.wait()
-    return piece
+    return start_reduce_scatter(x, group, dim)()
 
 
 def _all_to_all(x, group, dims):
@@ -195,17 +191,29 @@ def _all_to_all(x, group, dims):
 
 
 def start_all_gather(x: torch.Tensor, group, dim: int):
-    """Begin an all_gather along ``dim``: a function that gives the whole tensor, and the work to wait for before."""
-    parts = x.new_empty((dist.get_world_size(group), *x.shape))
+    """Begin an all_gather along ``dim``; returns a function that waits for it and gives the whole tensor."""
+    size = dist.get_world_size(group)
+    parts = x.new_empty((size * x.shape[0], *x.shape[1:]))  # one below the other
     work = all_gather_single(parts, x.contiguous(), group=group, async_op=True)  # all_gather, (t-1)/t N
-    return lambda: torch.cat(parts.unbind(), dim), work
+
+    def finish():
+        work.wait()
+        return parts if dim == 0 else torch.cat(parts.chunk(size), dim)
+
+    return finish
 
 
 def start_reduce_scatter(x: torch.Tensor, group, dim: int):
-    """Begin a reduce_scatter along ``dim``: this rank's piece of the sum, and the work to wait for before it is read."""
-    parts = torch.stack(_pieces(x, group, dim))  # [t, ..], contiguous
-    piece = torch.empty_like(parts[0])
-    return piece, reduce_scatter_single(piece, parts, group=group, async_op=True)  # reduce_scatter, (t-1)/t N
+    """Begin a reduce_scatter along ``dim``; returns a function that waits for it and gives this rank's piece."""
+    pieces = _pieces(x, group, dim)
+    parts, piece = torch.cat(pieces), x.new_empty(pieces[0].shape)  # one below the other
+    work = reduce_scatter_single(piece, parts, group=group, async_op=True)  # reduce_scatter, (t-1)/t N
+
+    def finish():
+        work.wait()
+        return piece
+
+    return finish
 
 
 @contextlib.contextmanager

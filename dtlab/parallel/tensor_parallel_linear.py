@@ -5,8 +5,8 @@
 
 One after the other they need one sum: what the first gives is what the second takes.
 
-Letters: t ranks of the group; in, out as in ``nn.Linear``; B batch_size, S seq_length. torch stores A^T, so that columns
-of A are rows, dim 0, of ``weight``.
+Letters: t ranks of the group; in, out as in ``nn.Linear``; B batch_size, S seq_length. torch stores A^T, so that
+columns of A are rows, dim 0, of ``weight``.
 """
 import functools
 
@@ -51,7 +51,7 @@ class ColumnParallelLinear(nn.Module):
 
     Shapes on one rank:
         x      [.., in]; with ``sequence_parallel`` [B, S/t, in]
-        weight [out/t, in], bias [out/t]   cut as ``shards`` says, by name
+        weight [out/t, in], bias [out/t]   cut as ``parameter_shards`` says
         y      [.., out/t]; with ``sequence_parallel`` [B, S, out/t]; with ``gather_output`` [.., out]
 
     Communication: backward all_reduce of x's gradient. ``sequence_parallel``: forward all_gather of x; backward the
@@ -79,12 +79,76 @@ class ColumnParallelLinear(nn.Module):
         if shard is None:
             divisible("out_features", out_features, "tp_size", self.tp_size)
             shard = functools.partial(_part, dim=0, rank=rank, size=self.tp_size)
-        self.shards = {"weight": Shard((out_features, in_features), shard), "bias": Shard((out_features,), shard)}
+        shapes = {"weight": (out_features, in_features), "bias": (out_features,)}
+        self.parameter_shards = {name: Shard(shape, shard) for name, shape in shapes.items()}
         _make_parameters(self, bias, seed, dtype=dtype, device=device)
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         """[.., in] -> [.., out/t]."""
-        raise NotImplementedError
+        x, weight, bias = _as_autocast_does(x, self.weight, self.bias)
+        _refuse_other_input(x, weight, self.in_features, self.sequence_parallel)
+        if self.tp_size == 1:
+            return F.linear(x, weight, bias)
+        y = _ColumnLinear.apply(x, weight, bias, self.group, self.sequence_parallel, self.async_grad_all_reduce)
+        return gather_from_tp_region(y, self.group) if self.gather_output else y
+
+    def extra_repr(self) -> str:
+        """Sizes of the whole layer and its degree, for print(module)."""
+        return _sizes(self)
+
+
+class _ColumnLinear(torch.autograd.Function):
+    """x A + b, whose backward talks while it computes.
+
+    compute    [ x's gradient ][ weight's gradient ]
+    network                    [ its sum           ]     sequence_parallel: x is gathered again under x's gradient
+    """
+
+    @staticmethod
+    def forward(ctx, x, weight, bias, group, sequence_parallel, overlap):
+        """[.., in] -> [.., out/t]; with ``sequence_parallel`` [B, S/t, in] -> [B, S, out/t]."""
+        ctx.save_for_backward(x, weight)
+        ctx.how = group, sequence_parallel, overlap
+        return F.linear(start_all_gather(x, group, 1)() if sequence_parallel else x, weight, bias)
+
+    @staticmethod
+    @torch.autograd.function.once_differentiable
+    def backward(ctx, grad):
+        """Gradients of x, weight and bias: of those that are asked for; no other costs a product or a collective."""
+        (x, weight), (group, sequence_parallel, overlap) = ctx.saved_tensors, ctx.how
+        for_x, for_weight, for_bias = ctx.needs_input_grad[:3]
+        whole, summed, weight_grad = lambda: x, lambda: None, None
+        if for_weight and sequence_parallel:
+            whole = _under_way(start_all_gather(x, group, 1), overlap)
+        if for_x:
+            x_grad = grad @ weight  # [.., out/t] @ [out/t, in] -> [.., in]
+            start = start_reduce_scatter if sequence_parallel else _start_all_reduce
+            summed = _under_way(start(x_grad, group, 1), overlap)
+        rows = grad.reshape(-1, grad.shape[-1])
+        if for_weight:
+            weight_grad = rows.T @ whole().reshape(-1, x.shape[-1])  # [out/t, N] @ [N, in]
+        bias_grad = rows.sum(0) if for_bias else None
+        return summed(), weight_grad, bias_grad, None, None, None
+
+
+def _start_all_reduce(x, group, _dim):
+    """Begin an all_reduce of a tensor that is nobody else's; returns a function that waits for it and gives the sum."""
+    x = x.contiguous()
+    work = dist.all_reduce(x, group=group, async_op=True)  # all_reduce, 2 (t-1)/t N*in
+
+    def finish():
+        work.wait()
+        return x
+
+    return finish
+
+
+def _under_way(finish, overlap):
+    """``finish``, to be called when its result is needed; without ``overlap`` it is called at once."""
+    if overlap:
+        return finish
+    result = finish()
+    return lambda: result
 
 
 class RowParallelLinear(nn.Module):
@@ -103,7 +167,7 @@ class RowParallelLinear(nn.Module):
 
     Shapes on one rank:
         x      [.., in/t]; without ``input_is_parallel`` [.., in]
-        weight [out, in/t], bias [out]     cut as ``shards`` says, by name
+        weight [out, in/t], bias [out]     cut as ``parameter_shards`` says
         y      [.., out], the same on every rank; with ``sequence_parallel`` [B, S/t, out]
 
     Communication: forward all_reduce of y, backward nothing. ``sequence_parallel``: forward reduce_scatter of y,
@@ -126,12 +190,23 @@ class RowParallelLinear(nn.Module):
         self.input_is_parallel, self.sequence_parallel = input_is_parallel, sequence_parallel
         divisible("in_features", in_features, "tp_size", self.tp_size)
         columns = functools.partial(_part, dim=1, rank=rank, size=self.tp_size)
-        self.shards = {"weight": Shard((out_features, in_features), columns)}
+        self.parameter_shards = {"weight": Shard((out_features, in_features), columns)}
         _make_parameters(self, bias, seed, dtype=dtype, device=device)
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         """[.., in/t] -> [.., out]."""
-        raise NotImplementedError
+        x, weight, bias = _as_autocast_does(x, self.weight, self.bias)
+        width = self.in_features // (self.tp_size if self.input_is_parallel else 1)
+        _refuse_other_input(x, weight, width, self.sequence_parallel)
+        if not self.input_is_parallel:
+            x = scatter_to_tp_region(x, self.group)
+        reduce = reduce_scatter_to_sequence_region if self.sequence_parallel else reduce_from_tp_region
+        y = reduce(F.linear(x, weight), self.group)
+        return y if bias is None else y + bias
+
+    def extra_repr(self) -> str:
+        """Sizes of the whole layer and its degree, for print(module)."""
+        return _sizes(self)
 
 
 def _part(whole, dim, rank, size):
@@ -147,6 +222,31 @@ def _make_parameters(layer, bias, seed, **factory):
             layer.register_parameter(name, None)
         else:
             whole = torch.empty(shape, device="meta")
-            mine = layer.shards[name].take(whole).shape if name in layer.shards else shape
+            mine = layer.parameter_shards[name].take(whole).shape if name in layer.parameter_shards else shape
             layer.register_parameter(name, nn.Parameter(torch.empty(mine, **factory)))
     init_by_name(layer, seed)
+
+
+def _as_autocast_does(*tensors):
+    """x, weight and bias in the dtype that ``nn.Linear`` would compute in: a Function of one's own is not cast."""
+    kind = tensors[0].device.type
+    if not torch.amp.is_autocast_available(kind) or not torch.is_autocast_enabled(kind):
+        return tensors
+    dtype = torch.get_autocast_dtype(kind)
+    return [t if t is None or t.dtype == torch.float64 else t.to(dtype) for t in tensors]
+
+
+def _refuse_other_input(x, weight, width, sequence_parallel):
+    """Raise ConfigError before this rank computes what the others' tensors do not fit, or sends it."""
+    if x.shape[-1:] != (width,) or x.dtype != weight.dtype:
+        raise ConfigError(f"x {list(x.shape)}, {_kind(x)}, must be [.., {width}], {_kind(weight)} as the weight is")
+    if sequence_parallel and x.dim() != 3:
+        raise ConfigError(f"x {list(x.shape)} must be [batch, sequence, {width}]: sequence_parallel=True cuts dim 1")
+
+
+def _kind(tensor):
+    return str(tensor.dtype).removeprefix("torch.")
+
+
+def _sizes(layer):
+    return f"in_features={layer.in_features}, out_features={layer.out_features}, tp_size={layer.tp_size}"

@@ -16,6 +16,8 @@ from dtlab.parallel.mappings import reduce_from_tp_region
 from dtlab.parallel.shared import is_dry, place_in
 from dtlab.validate import at_least, one_of
 
+_IGNORED = -100  # a target that does not count, as in torch's cross_entropy
+
 
 def vocab_shard(vocab_size: int, group=None):
     """The function that takes this rank's r rows of a whole [V, ..] tensor, with zeros where they are past V.
@@ -70,14 +72,36 @@ class VocabParallelEmbedding(nn.Module):
         super().__init__()
         shape = vocab_size, at_least("hidden_size", hidden_size, 1)
         self.vocab_size, self.hidden_size, self.group = *shape, group
-        self.shards = {"weight": Shard(shape, vocab_shard(vocab_size, group))}
-        self.first_token, num_rows = (self.shards["weight"].take.keywords[key] for key in ("start", "rows"))
+        self.parameter_shards = {"weight": Shard(shape, vocab_shard(vocab_size, group))}
+        self.first_token, num_rows = (self.parameter_shards["weight"].take.keywords[key] for key in ("start", "rows"))
         self.weight = nn.Parameter(torch.empty(num_rows, hidden_size, dtype=dtype, device=device))
         init_by_name(self, seed)
 
     def forward(self, tokens: torch.Tensor) -> torch.Tensor:
         """[..] -> [.., h]."""
-        raise NotImplementedError
+        _refuse_other_ids("tokens", tokens, (tokens < 0) | (tokens >= self.vocab_size), self.vocab_size, self.group)
+        mine, is_mine = _of_this_rank(tokens, self.first_token, len(self.weight))
+        y = F.embedding(mine, self.weight).masked_fill(~is_mine.unsqueeze(-1), 0)
+        return reduce_from_tp_region(y, self.group)
+
+    def extra_repr(self) -> str:
+        """Sizes of the whole embedding and of this rank's part, for print(module)."""
+        return f"{self.vocab_size}, {self.hidden_size}, here {len(self.weight)} from {self.first_token}"
+
+
+def _of_this_rank(ids, first, rows):
+    """The ids counted from this rank's first one, 0 for those of other ranks, and which are this rank's."""
+    mine = ids - first
+    is_mine = (mine >= 0) & (mine < rows)
+    return mine.masked_fill(~is_mine, 0), is_mine
+
+
+def _refuse_other_ids(name, ids, is_wrong, vocab_size, group):
+    """Raise ConfigError on every rank, as all have the same ids; each alone would take them for another rank's."""
+    if not is_dry(group) and is_wrong.any():
+        first = tuple(is_wrong.nonzero()[0].tolist())
+        raise ConfigError(f"{name}{list(first)} is {ids[first].item()}, which is no token: they are 0 to "
+                          f"{vocab_size - 1} (vocab_size {vocab_size})")
 
 
 def vocab_parallel_cross_entropy(logits: torch.Tensor, targets: torch.Tensor, *, vocab_size: int, reduction: str,
@@ -106,4 +130,54 @@ def vocab_parallel_cross_entropy(logits: torch.Tensor, targets: torch.Tensor, *,
 
     Source: Shoeybi et al. 2019, arXiv:1909.08053, section 3 (logits fused with the loss).
     """
-    raise NotImplementedError
+    one_of("reduction", reduction, ("sum", "mean", "none"))
+    rows = vocab_shard(vocab_size, group).keywords["rows"]
+    if logits.shape != (*targets.shape, rows):
+        raise ConfigError(f"logits {list(logits.shape)} must be {[*targets.shape, rows]} for targets "
+                          f"{list(targets.shape)}: a rank has {rows} columns of vocab_size ({vocab_size})")
+    counts = targets != _IGNORED
+    wrong = counts & ((targets < 0) | (targets >= vocab_size))
+    _refuse_other_ids("targets", targets, wrong, vocab_size, group)
+    losses = _CrossEntropy.apply(logits, targets, vocab_size, group)
+    if reduction == "none":
+        return losses
+    return losses.sum() if reduction == "sum" else losses.sum() / counts.sum()
+
+
+class _CrossEntropy(torch.autograd.Function):
+    """The loss of each token, from this rank's columns of the logits."""
+
+    @staticmethod
+    def forward(ctx, logits, targets, vocab_size, group):
+        """[.., r] -> [..]; one buffer [.., r] holds logits, then exponentials, then probabilities."""
+        ctx.dtype, ctx.first = logits.dtype, place_in(group)[0] * logits.shape[-1]
+        dtype = torch.promote_types(logits.dtype, torch.float32)
+        buffer = logits.to(dtype, copy=True, memory_format=torch.contiguous_format)
+        buffer[..., max(vocab_size - ctx.first, 0) :] = float("-inf")  # padding
+        largest = _all_reduce(buffer.amax(-1), dist.ReduceOp.MAX, group)
+        buffer -= largest.unsqueeze(-1)  # no exponential overflows
+        mine, is_mine = _of_this_rank(targets, ctx.first, logits.shape[-1])
+        target_logit = buffer.gather(-1, mine.unsqueeze(-1)).squeeze(-1).masked_fill(~is_mine, 0)
+        _all_reduce(target_logit, dist.ReduceOp.SUM, group)
+        total = _all_reduce(buffer.exp_().sum(-1), dist.ReduceOp.SUM, group)
+        buffer /= total.unsqueeze(-1)
+        ctx.save_for_backward(buffer, targets)
+        return (total.log() - target_logit).masked_fill(targets == _IGNORED, 0)
+
+    @staticmethod
+    @torch.autograd.function.once_differentiable
+    def backward(ctx, grad):
+        """Probability minus 1 for the target, minus 0 for others, times the token's gradient. No communication."""
+        softmax, targets = ctx.saved_tensors
+        grad = grad.masked_fill(targets == _IGNORED, 0).unsqueeze(-1)
+        mine, is_mine = (t.unsqueeze(-1) for t in _of_this_rank(targets, ctx.first, softmax.shape[-1]))
+        logits_grad = softmax * grad
+        logits_grad.scatter_add_(-1, mine, -grad.masked_fill(~is_mine, 0))
+        return logits_grad.to(ctx.dtype), None, None, None
+
+
+def _all_reduce(numbers, op, group):
+    """In place, of one number a token, and returned."""
+    if dist.get_world_size(group) > 1:
+        dist.all_reduce(numbers, op, group=group)  # all_reduce, 2 (t-1)/t N*itemsize
+    return numbers
