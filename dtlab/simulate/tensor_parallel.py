@@ -78,8 +78,8 @@ def _matrices_s(shape, tp_size, micro_batch_size, hardware):
 
 # Megatron-LM 2019, weak scaling: tp_size -> hidden_size, num_heads, num_layers, published efficiency (percent)
 MEGATRON_2019 = {1: (1536, 16, 40, 100), 2: (1920, 20, 54, 95), 4: (2304, 24, 64, 82), 8: (3072, 32, 72, 77)}
-# A DGX-2H, whose 16 GPUs have one switch. Of matrix products half of the data sheet's is the presets' assumption; of
-# links it is one made for this comparison.
+# A DGX-2H, whose 16 GPUs have one switch. That half of the data sheet's is reached is the presets' assumption of matrix
+# products; of links it is one made for this comparison. With the presets' 5/6 the row of 4 is more than 5 points off.
 DGX_2H = Hardware.preset("16xV100-32GB", node_size=16, inside=Link(
     "NVLink 2, half", 75e9, 3.4e-6, "150 GB/s by V100 data sheet, NVIDIA 2020; that half of it is reached is assumed"))
 
@@ -87,13 +87,13 @@ DGX_2H = Hardware.preset("16xV100-32GB", node_size=16, inside=Link(
 def megatron_2019_efficiency(recordings, hardware=DGX_2H):
     """The paper's efficiency beside a replay's: a DataFrame with one row for each tp_size.
 
-    Efficiency is FLOP/s of a GPU in a layer, in percent of the first row's; of the layers alone, as the loss, the
-    embeddings and the optimizer take a few percent of each row. One machine and one set of shares for all rows.
+    Efficiency is FLOP/s of a GPU in a layer, in percent of the first row's: embeddings, loss and optimizer are left
+    out. One machine and one set of shares of its peaks for all rows.
 
     Args:
         recordings: tp_size -> dry recording of a layer of that row of ``MEGATRON_2019``, forward and backward in
             ``dtlab.phase("layer")``: micro-batches of 8, 1,024 tokens, 16 bits, dropout 0.1, attention written out,
-            the layer recomputed in backward, no all_reduce beside a product.
+            the layer recomputed in backward (else the first row does not fit its GPU), no all_reduce beside a product.
         hardware: ``Hardware``.
 
     Source: Shoeybi et al. 2019, arXiv:1909.08053, table 1 and figure 5.
