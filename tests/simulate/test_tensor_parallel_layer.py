@@ -170,10 +170,13 @@ def test_asynchronous_collectives_of_the_layers_show_less_in_the_replay(sequence
     for overlap in (False, True):
         recording = dtlab.record_dry(one_layer, sizes, overlap, sequence_parallel, world_size=8)
         timelines[overlap] = replay(recording, CLUSTER, algorithm="ring")
-    shape = ModelShape(**sizes)
+    shape, norms_s = ModelShape(**sizes), 0.0
+    if sequence_parallel:  # the gradients of norms and row biases, at the end of the pass
+        norms_s = CLUSTER.collective_s("all_reduce", 6 * 4096 * 2, range(8), "ring")
     for overlap, timeline in timelines.items():
         simulated = layer(CLUSTER, shape, sequence_parallel=sequence_parallel, overlap=overlap)
-        assert timeline.exposed_communication_s == pytest.approx(simulated.exposed_communication_s, rel=0.02)
+        expected_s = simulated.exposed_communication_s + norms_s
+        assert timeline.exposed_communication_s == pytest.approx(expected_s, rel=0.02)
     assert timelines[True].exposed_communication_s < 0.75 * timelines[False].exposed_communication_s
 
 
