@@ -77,29 +77,45 @@ def test_a_llama_on_more_ranks_than_heads_of_keys_and_values_by_hand():
     assert halves[0] == 2 * halves[1] and halves[1] < 2 * halves[2]
 
 
-def numbers_of_parameters(tied, sizes):
-    """On a rank: parameters of its part at tp 1, 2, 4, and of a layer in it."""
+def numbers_of_parameters(config):
+    """On a rank: parameters of its part at tp 1, 2, 4, of a layer in it, and of that layer's matrices."""
     import torch.distributed as dist
 
-    from dtlab.models import GPT, GPTConfig
+    from dtlab.models import GPT
     from dtlab.parallel.tensor_parallel import apply_tensor_parallel
 
     counted = []
     for tp_size in (1, 2, 4):
         first = dist.get_rank() // tp_size * tp_size
         group = dist.new_group(range(first, first + tp_size), use_local_synchronization=True)
-        model = apply_tensor_parallel(GPT(GPTConfig(**sizes, tie_embeddings=tied)), group=group)
-        counted.append(tuple(sum(p.numel() for p in module.parameters()) for module in (model, model.layers[0])))
+        model = apply_tensor_parallel(GPT(config), group=group)
+        layer = list(model.layers[0].parameters())
+        counted.append([sum(p.numel() for p in its) for its in (
+            model.parameters(), layer, (p for p in layer if p.dim() == 2))])  # fmt: skip
     return counted
 
 
+@pytest.fixture(scope="module")
+def ranks():
+    with dtlab.launch(4) as started:
+        yield started
+
+
 @pytest.mark.ranks
-def test_parameters_are_those_of_the_real_model():
-    with dtlab.launch(4) as ranks:
-        for tied in (True, False):
-            shape = ModelShape(**SIZES, tie_embeddings=tied)
-            expected = [(tp_params(shape, tp_size=t), tp_layer_params(shape, tp_size=t)) for t in (1, 2, 4)]
-            assert ranks.run(numbers_of_parameters, tied, SIZES) == [expected] * 4
+@pytest.mark.parametrize("tied", [True, False])
+def test_parameters_are_those_of_the_real_model(ranks, tied):
+    shape = ModelShape(**SIZES, tie_embeddings=tied)
+    expected = [[tp_params(shape, tp_size=t), tp_layer_params(shape, tp_size=t)] for t in (1, 2, 4)]
+    for counted in ranks.run(numbers_of_parameters, GPTConfig(**SIZES, tie_embeddings=tied)):
+        assert [its[:2] for its in counted] == expected
+
+
+@pytest.mark.ranks
+def test_matrices_of_a_llama_are_those_of_the_real_layer_with_shared_heads(ranks):
+    shape = LlamaShape(**SIZES, num_kv_heads=2, ffn_hidden_size=512)
+    config = GPTConfig(**SIZES, num_kv_heads=2, ffn_hidden_size=512, swiglu=True)
+    expected = [tp_layer_params(shape, tp_size=t) - 2 * 192 for t in (1, 2, 4)]
+    assert [[its[2] for its in counted] for counted in ranks.run(numbers_of_parameters, config)] == [expected] * 4
 
 
 def test_the_vocabulary_is_padded_to_a_multiple():
