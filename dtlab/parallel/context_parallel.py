@@ -208,8 +208,9 @@ def apply_context_parallel(model: nn.Module, *, method: str = "ring", layout: st
 
     Example:
         >>> model = apply_context_parallel(GPT(config), group=group)                       # doctest: +SKIP
-        >>> ddp = DistributedDataParallel(model, group=group)
-        >>> logits = ddp(split_sequence(tokens, group=group), positions=sequence_positions(128, group=group))
+        >>> ddp = DistributedDataParallel(model, group=group)                              # doctest: +SKIP
+        >>> positions = sequence_positions(tokens.shape[1], group=group)                   # doctest: +SKIP
+        >>> logits = ddp(split_sequence(tokens, group=group), positions=positions)         # doctest: +SKIP
 
     Args:
         model: With modules that have ``attend(q, k, v)``, as ``dtlab.models.GPT``'s.
