@@ -2,39 +2,21 @@
 
     python tests/peers/deepspeed_program.py
 """
-import ast
-import dataclasses
 import pathlib
+
+from lesson_program import names_of, small
 
 import dtlab
 from dtlab.data import recordings
-from dtlab.simulate import Recording
 
-LESSON = pathlib.Path(__file__).resolve().parents[2] / "notebooks" / "src" / "05_fsdp.py"
 NAMES = {"config", "data", "BATCH_SIZE", "adamw", "my_rows", "train", "two_steps", "record", "by_deepspeed"}
 NUM_RANKS = 4
 
 
 def record(ranks):
     """What the lesson records of DeepSpeed where it is installed, on these ranks."""
-    def is_needed(node):
-        if isinstance(node, ast.Assign):
-            return bool(NAMES & {name.id for name in ast.walk(node.targets[0]) if isinstance(name, ast.Name)})
-        return isinstance(node, (ast.Import, ast.ImportFrom)) or getattr(node, "name", "") in NAMES
-
-    tree = ast.parse(LESSON.read_text(encoding="utf-8"))
-    tree.body = [node for node in tree.body if is_needed(node)]
-    lesson = {"__name__": "lesson", "ranks": ranks}
-    exec(compile(tree, str(LESSON), "exec"), lesson)
+    lesson = names_of("05_fsdp", NAMES, ranks=ranks)
     return lesson["record"](lesson["by_deepspeed"])
-
-
-def small(recording):
-    """What is shipped: rank 0, which stands for all, with times in microseconds; and the results of all ranks."""
-    events = [dataclasses.replace(e, **{name: round(getattr(e, name), 6) for name in ("start_s", "end_s", "cpu_s")})
-              for e in recording.events[0]]
-    meta = {**recording.meta, "results": recording.results}
-    return Recording({0: events}, world_size=recording.world_size, meta=meta)
 
 
 if __name__ == "__main__":

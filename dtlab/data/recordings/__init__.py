@@ -1,6 +1,7 @@
 """Recordings of programs that need packages which dtlab does not, for those who do not have them.
 
 ``deepspeed_zero3``: rank 0 of 4 in the third step of lesson 05's program, with ``deepspeed_engine``.
+``megatron_mlp``: rank 0 of 4 in one pass of lesson 06's MLP, with ``megatron_linears``.
 """
 import os
 import pathlib
@@ -49,3 +50,23 @@ def deepspeed_engine(model, optimizer, *, micro_batch_size: int, zero: dict = DE
                 "zero_allow_untested_optimizer": True, "gradient_clipping": 0.0}  # else 1.0
     engine, *_ = deepspeed.initialize(model=model, optimizer=optimizer, config=settings, dist_init_required=False)
     return engine
+
+
+def megatron_linears(hidden_size: int, ffn_hidden_size: int, dtype):
+    """Megatron-core's two linears of an MLP, column and row parallel over all ranks, on a rank. Needs ``dtlab[peers]``.
+
+    Each returns its output and the bias that it was asked not to add: here None.
+    """
+    import torch
+    import torch.distributed as dist
+
+    warnings.simplefilter("ignore")  # it tells what CUDA packages it misses
+    from megatron.core.model_parallel_config import ModelParallelConfig
+    from megatron.core.tensor_parallel import ColumnParallelLinear, RowParallelLinear
+
+    config = ModelParallelConfig(tensor_model_parallel_size=dist.get_world_size(), use_cpu_initialization=True,
+                                 params_dtype=dtype)
+    options = {"config": config, "init_method": torch.nn.init.normal_, "bias": True, "skip_bias_add": False,
+               "tp_group": dist.group.WORLD}
+    return (ColumnParallelLinear(hidden_size, ffn_hidden_size, gather_output=False, **options),
+            RowParallelLinear(ffn_hidden_size, hidden_size, input_is_parallel=True, **options))

@@ -1,0 +1,31 @@
+"""A program of a lesson's source, so that what is recorded of real systems is what the lesson records."""
+import ast
+import dataclasses
+import pathlib
+
+from dtlab.simulate import Recording
+
+SOURCES = pathlib.Path(__file__).resolve().parents[2] / "notebooks" / "src"
+
+
+def names_of(lesson, names, **given):
+    """The lesson's imports and what it calls ``names``, run in order: a dict; ``given`` is there before."""
+    def is_needed(node):
+        if isinstance(node, ast.Assign):
+            return bool(names & {name.id for name in ast.walk(node.targets[0]) if isinstance(name, ast.Name)})
+        return isinstance(node, (ast.Import, ast.ImportFrom)) or getattr(node, "name", "") in names
+
+    source = SOURCES / f"{lesson}.py"
+    tree = ast.parse(source.read_text(encoding="utf-8"))
+    tree.body = [node for node in tree.body if is_needed(node)]
+    program = {"__name__": "lesson", **given}
+    exec(compile(tree, str(source), "exec"), program)
+    return program
+
+
+def small(recording):
+    """What is shipped: rank 0, which stands for all, with times in microseconds; and the results of all ranks."""
+    events = [dataclasses.replace(e, **{name: round(getattr(e, name), 6) for name in ("start_s", "end_s", "cpu_s")})
+              for e in recording.events[0]]
+    meta = {**recording.meta, "results": recording.results}
+    return Recording({0: events}, world_size=recording.world_size, meta=meta)
