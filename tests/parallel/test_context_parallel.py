@@ -2,6 +2,7 @@
 import doctest
 import functools
 import math
+import warnings
 from collections import Counter
 from typing import NamedTuple
 
@@ -21,6 +22,7 @@ from dtlab.parallel import (
     gather_from_tp_region,
     global_mean,
     join_sequence,
+    recompute,
     ring_attention,
     scatter_to_tp_region,
     sequence_positions,
@@ -219,6 +221,32 @@ def test_autocast_does_not_undo_the_thirty_two_bits():
             return torch.equal(ring_attention(*mine[:3]), plain)
 
     assert pool(4).run(both) == [True] * 4
+
+
+@pytest.mark.ranks
+def test_no_warning_is_given():
+    def program():
+        with warnings.catch_warnings():
+            warnings.simplefilter("error")
+            for method in METHODS:
+                on_ranks(method, SIZES[0], "zigzag", True)
+
+    pool(4).run(program)
+
+
+@pytest.mark.ranks
+def test_recomputing_a_layer_sends_its_messages_again_and_gives_the_same_gradients():
+    def program():
+        x = torch.randn(1, 6, 36, dtype=torch.float64, generator=torch.Generator().manual_seed(dist.get_rank()))
+        layer = apply_context_parallel(GPT(GROUPED, dtype=torch.float64)).layers[0]
+        grads = []
+        for call in (layer, functools.partial(recompute, layer)):
+            layer.zero_grad()
+            call(x.requires_grad_()).square().sum().backward()
+            grads.append([p.grad.clone() for p in layer.parameters()])
+        close(*grads)
+
+    pool(4).run(program)
 
 
 @pytest.mark.ranks
