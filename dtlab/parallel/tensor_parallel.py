@@ -83,12 +83,12 @@ class ParallelAttention(Attention):
         self.num_kv_heads = max(config.num_kv_heads // size, 1)
         self.linear_qkv, self.linear_proj = _ends(
             config.hidden_size, num_rows, rows, config.hidden_size, sequence_parallel, async_grad_all_reduce,
-            group=group, dtype=dtype)
+            group=group, dtype=dtype, device=device)
         if config.num_kv_heads < size:
             own = self.num_heads * config.hidden_size // config.num_heads  # rows of queries; those below are shared
             shared = PartialGradient(group=group, rows=slice(own, None), num_sets=config.num_kv_heads)
             sum_gradients(self.linear_qkv, shared, "weight", "bias")
-        init_by_name(self.to_empty(device=device), seed)
+        init_by_name(self, seed)
 
     def attend(self, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> torch.Tensor:
         """[B, a/t, S, d] and twice this rank's k and v -> [B, a/t, S, d]."""
@@ -121,18 +121,18 @@ class ParallelFeedForward(FeedForward):
         num_rows, rows = self.linear_fc1.out_features, functools.partial(_fc1_rows, config, rank, size)
         self.linear_fc1, self.linear_fc2 = _ends(
             config.hidden_size, num_rows, rows, config.ffn_hidden_size, sequence_parallel, async_grad_all_reduce,
-            group=group, dtype=dtype)
-        init_by_name(self.to_empty(device=device), seed)
+            group=group, dtype=dtype, device=device)
+        init_by_name(self, seed)
 
 
-def _ends(hidden_size, num_rows, rows, width, sequence_parallel, async_grad_all_reduce, *, group, dtype):
-    """What a split region begins and ends with, on the meta device: h -> rows of ``num_rows``; ``width`` -> h."""
-    options = {"sequence_parallel": sequence_parallel, "group": group, "dtype": dtype, "device": "meta"}
+def _ends(hidden_size, num_rows, rows, width, sequence_parallel, async_grad_all_reduce, **options):
+    """What a split region begins and ends with: h -> this rank's ``rows`` of ``num_rows``; ``width`` -> h."""
+    options["sequence_parallel"] = sequence_parallel
     first = ColumnParallelLinear(hidden_size, num_rows, shard=rows, async_grad_all_reduce=async_grad_all_reduce,
                                  **options)  # fmt: skip
     last = RowParallelLinear(width, hidden_size, **options)
     if sequence_parallel:
-        sum_gradients(last, PartialGradient(group=group), "bias")
+        sum_gradients(last, PartialGradient(group=options["group"]), "bias")
     return first, last
 
 

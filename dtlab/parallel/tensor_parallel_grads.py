@@ -127,7 +127,7 @@ class _Pass:
     def parameter_grad(hook):
         """The gradient, which must be where autograd puts it."""
         parameter = hook.parameter()
-        if parameter.grad is None:
+        if parameter.grad is None or 0 in parameter.grad.stride():  # stage 2 leaves a placeholder without memory
             raise ConfigError(f"a gradient of shape {list(parameter.shape)}, of which each rank of the tensor-parallel "
                               "group has a part, was taken from .grad before the parts were summed (by ZeroOptimizer, "
                               "or torch.autograd.grad): use backward(), and DistributedDataParallel over the others")
