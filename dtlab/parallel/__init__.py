@@ -32,6 +32,7 @@ from dtlab.parallel.mappings import (
     split_region_rng,
 )
 from dtlab.parallel.recompute import recompute
+from dtlab.parallel.tensor_parallel import ParallelAttention, ParallelFeedForward, apply_tensor_parallel
 from dtlab.parallel.tensor_parallel_linear import ColumnParallelLinear, RowParallelLinear
 from dtlab.parallel.tensor_parallel_vocab import VocabParallelEmbedding, vocab_parallel_cross_entropy
 from dtlab.parallel.zero import ZeroOptimizer
@@ -40,12 +41,15 @@ __all__ = [
     "ColumnParallelLinear",
     "DistributedDataParallel",
     "FullyShardedModule",
+    "ParallelAttention",
+    "ParallelFeedForward",
     "RowParallelLinear",
     "VocabParallelEmbedding",
     "ZeroOptimizer",
     "all_to_all",
     "all_to_all_region",
     "apply_context_parallel",
+    "apply_tensor_parallel",
     "chunk_bounds",
     "copy_to_tp_region",
     "gather_from_sequence_region",
