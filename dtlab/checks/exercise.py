@@ -13,7 +13,7 @@ from dtlab.checks import compare
 from dtlab.checks.evidence import SHOWN_CHARS, Answer, Evidence, functions_of, gather
 from dtlab.errors import ConfigError
 
-LABS = {lab: f"dtlab.checks.{lab}" for lab in ("lab01", "lab02", "lab03")}  # lab -> module with its EXERCISES
+LABS = {lab: f"dtlab.checks.{lab}" for lab in ("lab01", "lab02", "lab03", "lab04")}  # lab -> module with its EXERCISES
 
 
 @dataclass(frozen=True)
@@ -34,6 +34,20 @@ class Mistake:
 def when(test):
     """A ``seen`` that looks at results: ``test(evidence, expected)`` where every rank returned something."""
     return lambda evidence, expected: evidence.results is not None and test(evidence, expected)
+
+
+def in_a_try(test):
+    """A ``seen`` that finds the first try that is wrong, and looks at that one: ``test(evidence of it, right)``.
+
+    Tries are ``Case``s in ``case["tries"]``; a result is a dict by their names.
+    """
+    def seen(evidence, expected):
+        for one in evidence.case["tries"]:
+            theirs, right = ([its[one.name] for its in results] for results in (evidence.results, expected))
+            if compare.difference(theirs, right):
+                return test(replace(evidence, case=one, results=theirs), right)
+        return False
+    return when(seen)
 
 
 def failed(*kinds, says=""):

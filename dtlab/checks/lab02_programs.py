@@ -95,15 +95,22 @@ def token_loss(model, batch):
 
 
 @contextlib.contextmanager
-def by_hand():
-    """Refuse what has been built already."""
+def closed(what, *constructors):
+    """Refuse torch's classes, each with the name of the method that makes one, and ``dtlab.parallel``."""
     def refuse(*_, **__):
-        raise RuntimeError("torch's DistributedDataParallel is what this lab builds")
+        raise RuntimeError(f"torch's {what} is what this lab builds")
 
-    with mock.patch.object(nn.parallel.DistributedDataParallel, "__init__", refuse):
+    with contextlib.ExitStack() as patches:
+        for its, method in constructors:
+            patches.enter_context(mock.patch.object(its, method, refuse))
         yield
     if "dtlab.parallel" in sys.modules:  # ranks of a check are new: only the learner's code can have imported it
         raise RuntimeError("dtlab.parallel is what this lab builds")
+
+
+def by_hand():
+    """Refuse what has been built already."""
+    return closed("DistributedDataParallel", (nn.parallel.DistributedDataParallel, "__init__"))
 
 
 def moved(recording, rank):

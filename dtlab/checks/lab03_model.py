@@ -2,7 +2,6 @@
 import contextlib
 import functools
 import sys
-from unittest import mock
 
 import torch
 import torch.distributed as dist
@@ -10,7 +9,7 @@ from torch import nn
 
 from dtlab.checks.exercise import Mistake, failed, when
 from dtlab.checks.lab01_serial import bounds
-from dtlab.checks.lab02_programs import named_tensors
+from dtlab.checks.lab02_programs import closed, named_tensors
 from dtlab.record import phase
 from dtlab.simulate.tables import live_bytes
 from dtlab.theory import base_op
@@ -125,17 +124,10 @@ def by_hand():
     from torch.distributed import fsdp
     from torch.distributed._composable_state import _State
 
-    def refuse(*_, **__):
-        raise RuntimeError("torch's sharding is what this lab builds")
-
-    with (mock.patch.object(_State, "__init__", refuse),
-          mock.patch.object(fsdp.FullyShardedDataParallel, "__init__", refuse)):  # fmt: skip
+    with closed("sharding", (_State, "__init__"), (fsdp.FullyShardedDataParallel, "__init__")):
         yield
-    # ranks of a check are new: only the learner's code can have imported it
-    if "torch.distributed.optim.zero_redundancy_optimizer" in sys.modules:
-        refuse()
-    if "dtlab.parallel" in sys.modules:
-        raise RuntimeError("dtlab.parallel is what this lab builds")
+        if "torch.distributed.optim.zero_redundancy_optimizer" in sys.modules:  # as dtlab.parallel: only by a learner
+            raise RuntimeError("torch's sharding is what this lab builds")
 
 
 def mark(name):

@@ -10,7 +10,7 @@ from dtlab.plots.bars import Panel, bars
 from dtlab.plots.columns import columns
 from dtlab.plots.svg import COLOURS, box, document, label
 
-_FILLS = ("#B8E0D0", "#F3C9A8", "#D5DCEB", "#EBD3E2", "#E5E5E5")  # of the parameters, one after the other
+FILLS = ("#B8E0D0", "#F3C9A8", "#D5DCEB", "#EBD3E2", "#E5E5E5")  # of the parameters, one after the other
 
 
 # 1: shard map
@@ -20,26 +20,29 @@ def cuts(case, expected, evidence):
     """Each rank's shard as a row, its pieces coloured and named by parameter; padding is white."""
     (sizes, n), *_ = case["cuts"]
     try:
-        yours = _map(*evidence.results[0][cut_key(sizes, n)]) if evidence.results else evidence.in_words
+        yours = shard_map(*evidence.results[0][cut_key(sizes, n)]) if evidence.results else evidence.in_words
     except (TypeError, ValueError, KeyError):
         yours = "no pair of a length and the pieces of each rank"
-    rows = [(f"target: parameters of {', '.join(map(str, sizes))} elements", _map(*expected[0][cut_key(sizes, n)]))]
-    return stack([*rows, ("yours", yours)], title="Shards")
+    target = shard_map(*expected[0][cut_key(sizes, n)])
+    rows = [(f"target: parameters of {', '.join(map(str, sizes))} elements", target), ("yours", yours)]
+    return stack(rows, title="Shards")
 
 
-def _map(length, its):
+def shard_map(length, its, called=str, rest="padding"):
+    """Of each rank a row: its pieces ``(number, start, end)`` of so many elements, and the ``rest``."""
     parts, unit = [], 570 / max([1, length, *(sum(end - start for _, start, end in mine) for mine in its)])
     for rank, mine in enumerate(its):
         x, y = 70, 6 + 34 * rank
         parts.append(label(60, y + 19, f"rank {rank}", anchor="end", size=13))
         padding = length - sum(end - start for _, start, end in mine)
         for number, start, end in [*mine, *[(None, 0, padding)] * (padding > 0)]:
-            wide, name = (end - start) * unit, "padding" if number is None else f"{number}[{start}:{end}]"
-            fill = COLOURS["paper"] if number is None else _FILLS[number % len(_FILLS)]
+            wide, name = (end - start) * unit, rest if number is None else f"{called(number)}[{start}:{end}]"
+            fill = COLOURS["paper"] if number is None else FILLS[number % len(FILLS)]
             parts += [box(round(x, 1), y, round(wide, 1), 26, fill=fill, radius=0),
                       label(round(x + wide / 2, 1), y + 18, name, anchor="middle", size=13)]  # fmt: skip
             x += wide
-    said = "; ".join(f"rank {rank}: {', '.join(f'{n}[{a}:{b}]' for n, a, b in mine)}" for rank, mine in enumerate(its))
+    said = "; ".join(f"rank {rank}: {', '.join(f'{called(n)}[{a}:{b}]' for n, a, b in mine)}"
+                     for rank, mine in enumerate(its))
     return document(parts, width=650, height=12 + 34 * len(its), title="Shards", text=f"{said}; {length} elements each")
 
 
@@ -100,7 +103,7 @@ def clip(case, expected, evidence):
     panels, said = [], []
     for title, ticks, get in (("norm", (0, 10, 20), lambda its: its["norm"]),
                               ("12, clipped", (0, 6, 12), lambda its: its["whole"][0])):
-        values = [float(get(expected[0][name])), *(_number(get, evidence.results[rank][name]) if evidence.results
+        values = [float(get(expected[0][name])), *(number_of(get, evidence.results[rank][name]) if evidence.results
                                                    else math.nan for rank in ranks)]  # fmt: skip
         none = "no number" if evidence.results else "?"
         shown = [none if math.isnan(value) else f"{value:.4g}" for value in values]
@@ -114,9 +117,9 @@ def clip(case, expected, evidence):
     return stack([("Shards of 3 and of 4, 12 on both ranks, to be clipped to 6.5", drawn)], title="Norm")
 
 
-def _number(get, its):
+def number_of(get, its):
     """What ``get`` reads as a number; NaN where there is none."""
     try:
         return float(get(its))
-    except (TypeError, ValueError, RuntimeError):
+    except (TypeError, ValueError, RuntimeError, LookupError, AttributeError):
         return math.nan

@@ -1,13 +1,12 @@
 """Exercises 1 and 4 of lab 03: which elements lie on which rank; the norm of a gradient in shards."""
 import math
-from dataclasses import replace
 
 import torch
 import torch.distributed as dist
 
 from dtlab.checks.compare import difference, ratio
 from dtlab.checks.evidence import Case
-from dtlab.checks.exercise import Exercise, Mistake, failed, when
+from dtlab.checks.exercise import Exercise, Mistake, failed, in_a_try, when
 from dtlab.checks.lab02_programs import flat, moved
 from dtlab.checks.lab03_model import ABSENT, BORROWED, by_hand, cut_line, draw, even, pieces
 
@@ -208,17 +207,6 @@ def clip_budget(case, recording):
     return f"a rank hands {spent:,} bytes to calls, where a few numbers do (64 bytes)" if spent > allowed else None
 
 
-def _in_a_try(test):
-    """A ``seen`` that finds the first try that is wrong, and looks at that one: ``test(evidence of it, right)``."""
-    def seen(evidence, expected):
-        for one in evidence.case["tries"]:
-            theirs, right = ([its[one.name] for its in results] for results in (evidence.results, expected))
-            if difference(theirs, right):
-                return test(replace(evidence, case=one, results=theirs), right)
-        return False
-    return when(seen)
-
-
 def _norm_is(value):
     """Whether each rank's norm is ``value(case, rank)``, and wrong; says them."""
     def seen(evidence, expected):
@@ -226,7 +214,7 @@ def _norm_is(value):
         told, right = [value(case, rank) for rank in range(case.world_size)], expected[0]["norm"]
         return difference(theirs, told) is None and any(difference(its, right) for its in theirs) and (
             f"{', '.join(f'{its:.5g}' for its in theirs)} instead of {right:.5g}")
-    return _in_a_try(seen)
+    return in_a_try(seen)
 
 
 def _scaled(test):
@@ -240,7 +228,7 @@ def _scaled(test):
                 right = _factor(case, _right(case))
                 return f"rank {rank}: {', '.join(f'{one:.10g}' for one in found)} where {right:.10g} is right"
         return False
-    return _in_a_try(seen)
+    return in_a_try(seen)
 
 
 def _all_near(factors, wanted):
@@ -276,16 +264,16 @@ CLIP = Exercise(
     budget=(clip_budget,), minutes=10,
     mistakes=(
         BORROWED, ABSENT,
-        Mistake("no norm", "nothing came back (is there a return?)", _in_a_try(
+        Mistake("no norm", "nothing came back (is there a return?)", in_a_try(
             lambda evidence, _: any(its["norm"] is None for its in evidence.results))),
         Mistake("largest of nothing", "a shard may be all padding, and there may be nothing else: the largest of "
                 "nothing does not exist ({}).", failed("raised", says=(
                     r"[^\n]*(numel\(\) == 0|empty (tensor|dimension|sequence|iterable)|non-empty|no identity)[^\n]*"))),
         Mistake("masked by zero", "the norm is NaN, as is what stands in the padding: 0 times it is NaN too. Cut it "
-                "off.", _in_a_try(_masked)),
+                "off.", in_a_try(_masked)),
         Mistake("divides by zero", "something was divided by a norm of 0{}.", lambda evidence, expected:
                 failed("raised", says="ZeroDivisionError")(evidence, expected) and ", which is an error"
-                or _in_a_try(_not_finite)(evidence, expected) and ", which gives NaN"),
+                or in_a_try(_not_finite)(evidence, expected) and ", which gives NaN"),
         Mistake("local norm", "every rank took the norm of what it holds itself: {}. Ranks then scale by different "
                 "factors, and the parts of one gradient no longer point its way.", _norm_is(_local)),
         Mistake("replicated counted again", "{}: what every rank has whole was counted once for each rank.",
