@@ -6,7 +6,7 @@ import torch
 
 from dtlab.data import SyntheticLanguage, batches
 from dtlab.errors import ConfigError
-from dtlab.models import GPT, MLP, GPTConfig, cross_entropy, full_parameter
+from dtlab.models import GPT, MLP, GPTConfig, cross_entropy, full_parameter, num_params
 
 SMALL = dict(vocab_size=64, seq_length=16, hidden_size=48, num_layers=2, num_heads=4)
 
@@ -118,6 +118,75 @@ def test_embed_layers_head_are_the_forward():
     assert torch.equal(model.head(x), model(tokens))
 
 
+def test_positions_say_where_tokens_stand():
+    model, tokens = GPT(GPTConfig(**SMALL), dtype=torch.float64), torch.arange(32).view(2, 16)
+    assert torch.equal(model(tokens, positions=torch.arange(16)), model(tokens))
+    order = torch.tensor([5, 0, 15, 7])
+    assert torch.equal(model.embed(tokens[:, order], positions=order), model.embed(tokens)[:, order])
+    with pytest.raises(ConfigError, match=r"positions \[4\] must have one number for each of the 16 tokens"):
+        model(tokens, positions=order)
+
+
+# kv heads shared by query heads; SwiGLU
+
+
+def with_kv_heads(num_kv_heads, **options):
+    return GPT(GPTConfig(**{**SMALL, "num_heads": 6, **options}, num_kv_heads=num_kv_heads), dtype=torch.float64)
+
+
+def test_as_many_kv_heads_as_heads_are_the_default():
+    assert GPTConfig(**SMALL).num_kv_heads == 4 and GPTConfig(**SMALL) == GPTConfig(**SMALL, num_kv_heads=4)
+
+
+@pytest.mark.parametrize("num_kv_heads", [1, 2, 3])
+def test_shared_kv_heads_equal_as_many_heads_with_copies_of_them(num_kv_heads):
+    shared, full = with_kv_heads(num_kv_heads), with_kv_heads(6)
+    d, queries = 8, 6 // num_kv_heads
+    for ours, theirs in zip(shared.layers, full.layers):
+        rows = ours.self_attention.linear_qkv.weight.data
+        groups = rows.unflatten(0, (num_kv_heads, queries + 2, d))  # q, q, .., k, v of each
+        heads = [torch.stack([group[i], group[-2], group[-1]]) for group in groups for i in range(queries)]
+        theirs.self_attention.linear_qkv.weight.data.copy_(torch.cat(heads).flatten(0, 1))
+    tokens = torch.arange(32).view(2, 16)
+    torch.testing.assert_close(shared(tokens), full(tokens), rtol=1e-10, atol=1e-12)
+
+
+@pytest.mark.parametrize("options", [dict(num_kv_heads=2), dict(num_kv_heads=1, flash_attention=False)])
+def test_every_parameter_of_shared_kv_heads_and_swiglu_gets_the_right_gradient(options):
+    model = GPT(GPTConfig(vocab_size=7, seq_length=5, hidden_size=8, num_layers=1, num_heads=4, ffn_hidden_size=6,
+                          swiglu=True, **options), dtype=torch.float64)  # fmt: skip
+    tokens = torch.arange(5)[None]
+    loss = lambda: cross_entropy(model(tokens), tokens, reduction="sum")
+    loss().backward()
+    for name, parameter in model.named_parameters():
+        flat, grad = parameter.data.view(-1), parameter.grad.view(-1)
+        i = int(grad.abs().argmax())
+        before = flat[i].item()
+        values = []
+        for step in (1e-5, -1e-5):
+            flat[i] = before + step
+            values.append(loss().item())
+        flat[i] = before
+        assert (values[0] - values[1]) / 2e-5 == pytest.approx(grad[i].item(), rel=1e-4), name
+
+
+def test_swiglu_is_its_formula():
+    mlp = GPT(GPTConfig(**SMALL, ffn_hidden_size=20, swiglu=True), dtype=torch.float64).layers[0].mlp
+    x = full_parameter("x", (2, 3, 48), 0, dtype=torch.float64)
+    gate, up = (x @ rows.T for rows in (mlp.linear_fc1.weight[:20], mlp.linear_fc1.weight[20:]))
+    expected = (gate * gate.sigmoid() * up) @ mlp.linear_fc2.weight.T
+    torch.testing.assert_close(mlp(x), expected, rtol=1e-10, atol=1e-12)
+
+
+@pytest.mark.parametrize("options", [dict(num_kv_heads=2), dict(swiglu=True)])
+def test_these_models_have_as_many_parameters_as_their_matrices(options):
+    config = GPTConfig(**SMALL, **options)
+    h, d, f = 48, 12, config.ffn_hidden_size
+    qkv, fc1 = (4 + 2 * config.num_kv_heads) * d, f * (2 if config.swiglu else 1)
+    layer = (h + 1) * (qkv + fc1 + h) + f * h + h + 4 * h
+    assert num_params(GPT(config)) == 64 * h + 16 * h + 2 * layer + 2 * h
+
+
 def test_dropout_acts_in_training_only():
     model, tokens = GPT(GPTConfig(**SMALL, dropout=0.5)), torch.arange(16)[None]
     assert not torch.equal(model(tokens), model(tokens))
@@ -140,6 +209,9 @@ def test_mean_of_means_is_not_the_mean():
                                         "use hidden_size 8 or 12, or num_heads 1, 2, 5 or 10"),
     (dict(hidden_size=192, num_heads=7), "use hidden_size 189 or 196, or num_heads 1, 2, 3, 4, 6, 8, 12 or 16"),
     (dict(hidden_size=2, num_heads=4), "use hidden_size 4, or num_heads 1 or 2"),
+    (dict(num_heads=4, num_kv_heads=3), r"num_heads \(4\) must be divisible by num_kv_heads \(3\): "
+                                        "use num_heads 3 or 6, or num_kv_heads 1, 2 or 4"),
+    (dict(num_kv_heads=0), r"num_kv_heads \(0\) must be at least 1"),
     (dict(num_layers=0), r"num_layers \(0\) must be at least 1"),
     (dict(vocab_size=1.5), r"vocab_size \(1.5\) must be a whole number"),
     (dict(hidden_size=True), r"hidden_size \(True\) must be a whole number"),

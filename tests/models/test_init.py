@@ -1,4 +1,5 @@
 """Initialisation by name: equal at any degree, in any process, in any dtype."""
+import copy
 import os
 import subprocess
 import sys
@@ -8,7 +9,7 @@ import torch
 from torch import nn
 
 from dtlab.errors import ConfigError
-from dtlab.models import GPT, MLP, GPTConfig, full_parameter, init_by_name, num_params
+from dtlab.models import GPT, MLP, GPTConfig, Shard, full_parameter, init_by_name, num_params
 
 SMALL = GPTConfig(vocab_size=32, seq_length=8, hidden_size=24, num_layers=4, num_heads=4)
 
@@ -26,6 +27,31 @@ def test_a_pipeline_stage_equals_its_part_of_the_serial_model():
     init_by_name(part, 3, rename=lambda name: f"layers.{int(name[0]) + 2}{name[1:]}")
     for ours, theirs in zip(part.parameters(), serial.layers[2:].parameters()):
         assert torch.equal(ours, theirs)
+
+
+class Lower(nn.Module):
+    """What rank 1 of 2 has of an nn.Linear(3, 4)."""
+
+    def __init__(self):
+        super().__init__()
+        self.weight, self.bias = nn.Parameter(torch.empty(2, 3)), nn.Parameter(torch.empty(4))
+        self.parameter_shards = {"weight": Shard((4, 3), lambda whole: whole[2:])}
+
+
+def test_a_module_says_how_its_parameters_are_cut_and_copies_of_it_still_do():
+    serial = init_by_name(nn.ModuleDict({"inner": nn.Linear(3, 4)}), 3)
+    part = nn.ModuleDict({"inner": Lower()})
+    for module in (part, copy.deepcopy(part), part.to("meta").to_empty(device="cpu")):
+        init_by_name(module, 3)
+        assert torch.equal(module["inner"].weight, serial["inner"].weight[2:])
+        assert torch.equal(module["inner"].bias, serial["inner"].bias)
+
+
+def test_a_part_of_another_shape_is_an_error():
+    part = Lower()
+    part.parameter_shards["weight"] = Shard((4, 3), lambda whole: whole[1:])
+    with pytest.raises(RuntimeError, match="must match"):
+        init_by_name(part, 3)
 
 
 def test_order_of_construction_and_global_seed_do_not_matter():
