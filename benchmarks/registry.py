@@ -5,8 +5,8 @@ from collections.abc import Callable
 from dataclasses import dataclass
 
 ROWS = {}  # name -> Row, in the order of the table
-# peer -> module; those that come with torch are always there
-_PACKAGES = {"ipyparallel": "ipyparallel", "DeepSpeed": "deepspeed"}
+# peer -> package, whose module has the name up to a dash; those that come with torch are always there
+_PACKAGES = {"ipyparallel": "ipyparallel", "DeepSpeed": "deepspeed", "Megatron-core": "megatron-core"}
 
 
 @dataclass(frozen=True)
@@ -68,4 +68,4 @@ def row(what, unit, peers):
 def missing_package(peer):
     """The package to install for a peer, None if it is there."""
     package = _PACKAGES.get(peer.split(",")[0])
-    return package if package and importlib.util.find_spec(package) is None else None
+    return package if package and importlib.util.find_spec(package.split("-")[0]) is None else None

@@ -14,7 +14,17 @@ import time
 
 sys.path.insert(0, str(pathlib.Path(__file__).resolve().parents[1]))
 
-from benchmarks import collectives, data_parallel, ranks, registry, replay, steps, table, zero  # noqa: E402
+from benchmarks import (  # noqa: E402
+    collectives,
+    data_parallel,
+    ranks,
+    registry,
+    replay,
+    steps,
+    table,
+    tensor_parallel,
+    zero,
+)
 from benchmarks.bench import NUM_RANKS, Bench  # noqa: E402
 from dtlab import machine  # noqa: E402
 
@@ -72,7 +82,8 @@ def main(argv=None):
     return 1 if bench.broken else 0
 
 
-assert collectives and data_parallel and ranks and replay and steps and zero  # imported for their rows
+# imported for their rows
+assert collectives and data_parallel and ranks and replay and steps and tensor_parallel and zero
 if __name__ == "__main__":
     try:
         sys.exit(main())
