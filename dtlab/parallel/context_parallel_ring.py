@@ -20,7 +20,7 @@ class RingAttention(torch.autograd.Function):
     def forward(ctx, q, k, v, causal, layout, group):
         """[B, a, S/n, d], and twice [B, g, S/n, d] -> [B, a, S/n, d]."""
         ctx.ring = ring = _Ring(q.size(2), causal, layout, group)
-        queries = ring.rows(q, k.size(1))
+        queries = _scaled(ring.rows(q, k.size(1)))
         states = [(torch.zeros_like(rows), rows.new_full((*rows.shape[:-1], 1), -math.inf),
                    rows.new_zeros((*rows.shape[:-1], 1))) for rows in queries]  # fmt: skip
         for source, (keys, values) in ring.around(torch.stack((k, v))):
@@ -38,6 +38,7 @@ class RingAttention(torch.autograd.Function):
         """The weights are made again from scores and logsumexp. Gradients of k, v start where k, v get to first."""
         ring, (q, k, v, out, logsumexp) = ctx.ring, ctx.saved_tensors
         queries, outs, grads, logsumexps = (ring.rows(x, k.size(1)) for x in (q, out, grad, logsumexp))
+        queries = _scaled(queries)
         overlaps = [(x * dx).sum(-1, keepdim=True) for x, dx in zip(outs, grads)]  # what the softmax takes off
         query_grads = [torch.zeros_like(rows) for rows in queries]
         home = torch.zeros((2, *k.shape), dtype=queries[0].dtype, device=k.device)  # of this rank's own k and v
@@ -50,7 +51,6 @@ class RingAttention(torch.autograd.Function):
                 weights = (_scores(queries[i], key, is_diagonal) - logsumexps[i]).exp_()
                 value_grad += weights.mT @ grads[i]
                 weights *= grads[i] @ value.to(home.dtype).mT - overlaps[i]  # gradient of the scores, from here on
-                weights /= math.sqrt(q.size(-1))
                 query_grads[i] += weights @ key.to(home.dtype)
                 key_grad += weights.mT @ queries[i]
             _wait(works)
@@ -58,12 +58,18 @@ class RingAttention(torch.autograd.Function):
         if ring.size > 1:
             _wait(ring.pass_on(travelling, arriving))  # those of the last step belong to the next rank
             home += arriving
-        return ring.joined(query_grads, q).to(q.dtype), home[0].to(k.dtype), home[1].to(v.dtype), None, None, None
+        query_grad = ring.joined(_scaled(query_grads), q).to(q.dtype)
+        return query_grad, home[0].to(k.dtype), home[1].to(v.dtype), None, None, None
+
+
+def _scaled(rows):
+    """Divided by sqrt(d): queries, once and for all blocks, in the place of all their scores."""
+    return [x / math.sqrt(x.size(-1)) for x in rows]
 
 
 def _scores(queries, keys, is_diagonal):
-    """q k^T / sqrt(d), [B, g, a/g T, T]; on the diagonal a query sees keys up to its own."""
-    scores = queries @ keys.to(queries.dtype).mT / math.sqrt(queries.size(-1))
+    """(q / sqrt(d)) k^T, [B, g, a/g T, T]; on the diagonal a query sees keys up to its own."""
+    scores = queries @ keys.to(queries.dtype).mT
     if is_diagonal:
         tokens = keys.size(2)
         future = torch.ones(tokens, tokens, dtype=torch.bool, device=keys.device).triu(1)

@@ -17,6 +17,7 @@ from dtlab.models import GPT, GPTConfig, cross_entropy
 from dtlab.parallel import (
     DistributedDataParallel,
     apply_context_parallel,
+    apply_tensor_parallel,
     context_parallel,
     context_parallel_ring,
     gather_from_tp_region,
@@ -28,6 +29,7 @@ from dtlab.parallel import (
     sequence_positions,
     split_sequence,
     ulysses_attention,
+    vocab_parallel_cross_entropy,
 )
 from dtlab.theory import LlamaShape, causal_blocks, ring_attention_wire_bytes, ulysses_wire_bytes
 
@@ -348,6 +350,31 @@ def test_training_equals_one_process(ranks, config, is_masked, method, layout):
         close(torch.tensor(trained.losses, dtype=torch.float64), torch.tensor(reference.losses, dtype=torch.float64))
         close(trained.grads, reference.grads)
         close(trained.params, reference.params)
+
+
+def in_a_grid(method):
+    """On a rank of 4: layers cut over ranks 0, 1 and over 2, 3, sequences over 0, 2 and over 1, 3."""
+    rank, pairs = dist.get_rank(), [dist.new_group(pair) for pair in ([0, 1], [2, 3], [0, 2], [1, 3])]
+    tp_group, cp_group = pairs[rank // 2], pairs[2 + rank % 2]
+    model, whole = (GPT(CONFIG, dtype=torch.float64) for _ in range(2))
+    apply_context_parallel(apply_tensor_parallel(model, group=tp_group), method=method, group=cp_group)
+    ddp = DistributedDataParallel(model, group=cp_group)
+    tokens, targets = global_batch(CONFIG, 0, False)
+    mine = [split_sequence(x, group=cp_group) for x in (tokens, targets)]
+    logits = ddp(mine[0], positions=sequence_positions(CONFIG.seq_length, group=cp_group))
+    vocab_parallel_cross_entropy(logits, mine[1], vocab_size=CONFIG.vocab_size, reduction="mean",
+                                 group=tp_group).backward()  # fmt: skip
+    cross_entropy(whole(tokens), targets, reduction="mean").backward()
+    for p in whole.parameters():
+        p.data = p.grad
+    wanted = dict(apply_tensor_parallel(whole, group=tp_group).named_parameters())  # cut as the parameters are
+    close({name: p.grad for name, p in model.named_parameters()}, {name: wanted[name].detach() for name in wanted})
+
+
+@pytest.mark.ranks
+@pytest.mark.parametrize("method", METHODS)
+def test_layers_and_sequences_are_cut_at_once(method):
+    pool(4).run(in_a_grid, method)
 
 
 # broken on purpose
