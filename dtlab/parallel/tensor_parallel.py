@@ -221,9 +221,11 @@ def _refuse_what_is_no_gpt(model):
     for i in range(len(model.layers)):
         parts |= {f"layers.{i}.self_attention": Attention, f"layers.{i}.mlp": FeedForward}
     for name, kind in parts.items():
-        if type(part := model.get_submodule(name)) is not kind:
+        part = model.get_submodule(name)
+        if type(part) is not kind or "attend" in vars(part):  # the latter by apply_context_parallel
             raise ConfigError(f"{name} is a {type(part).__name__}, not a plain {kind.__name__}: the model is parallel "
-                              "already, or was changed. Give one as GPT(config) makes it")
+                              "already, or was changed. Give one as GPT(config) makes it; apply_context_parallel comes "
+                              "afterwards")
 
 
 def _cut_vocabulary(model, rows, make):
@@ -253,10 +255,10 @@ def _cut_sequence(model, group, size):
     """From the embeddings' dropout on each rank has S/t tokens, and of what norms learn from them a part."""
     partial = PartialGradient(group=group)
     model.token_embedding.register_forward_pre_hook(functools.partial(_refuse_length, model.config, size))
-    model.dropout = _SplitDropout(model.config.dropout, group=group, scatters=True).train(model.training)
+    model.dropout = _SplitDropout(model.dropout.p, group=group, scatters=True).train(model.training)
     norms = [model.final_layernorm]
     for layer in model.layers:
-        layer.dropout = _SplitDropout(model.config.dropout, group=group).train(layer.training)
+        layer.dropout = _SplitDropout(layer.dropout.p, group=group).train(layer.training)
         norms += [layer.input_layernorm, layer.pre_mlp_layernorm]
     for norm in norms:
         sum_gradients(norm, partial, "weight", "bias")
@@ -266,9 +268,10 @@ def _refuse_length(config, size, _embedding, inputs):
     length = inputs[0].shape[-1]
     if length % size:
         near = [str(n) for n in (length // size * size, length // size * size + size) if 0 < n <= config.seq_length]
-        degrees = ", ".join(str(t) for t in legal_tp_sizes(config) if length % t == 0)
+        cures = [f"sequences of {' or '.join(near)} tokens"] if near else []
+        cures.append("tp_size " + ", ".join(str(t) for t in legal_tp_sizes(config) if length % t == 0))
         raise ConfigError(f"a sequence of {length} tokens does not divide by tp_size ({size}), as sequence_parallel "
-                          f"needs: use sequences of {' or '.join(near)} tokens, or tp_size {degrees}")
+                          f"needs: use {', or '.join(cures)}")
 
 
 class _SplitDropout(nn.Dropout):

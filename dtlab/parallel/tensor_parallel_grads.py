@@ -8,7 +8,8 @@ heads only (a key that several ranks share), has a part of its gradient on each 
 
 What was in ``.grad`` before the pass is whole already, and the same on all ranks: all but the first forget it when the
 new part comes, so that the sum has it once. So nothing is held twice, and ``.grad`` is linear in all ranks' parts: a
-mean over data-parallel ranks, taken before the sum, gives the mean of the sums.
+mean over data-parallel ranks, taken before the sum, gives the mean of the sums. (What ``torch.autograd.grad`` returns
+does not pass through ``.grad``: it is this rank's part.)
 """
 import weakref
 
@@ -68,24 +69,27 @@ class _OnGradient:
     """The hook of a parameter, called before its part of a gradient is added to ``.grad``. Holds it weakly."""
 
     def __init__(self, partial, parameter):
-        self.partial, self.parameter = partial, weakref.ref(parameter)
+        self.partial, self.parameter, self.shape = partial, weakref.ref(parameter), list(parameter.shape)
 
     @torch.no_grad()
     def __call__(self, _gradient):
         partial, current = self.partial, _pass_of(self.partial.group)
         if self not in current.hooks:  # else it is there again: by a backward pass in the pass
             current.hooks[self] = None
-            grad = self.parameter().grad
-            if grad is not None and not partial.is_first:
-                grad[partial.rows].zero_()
+            if self.grad is not None and not partial.is_first:
+                self.grad[partial.rows].zero_()
+
+    @property
+    def grad(self):
+        """What is in ``.grad``; None where it, or the parameter, is gone."""
+        return getattr(self.parameter(), "grad", None)
 
 
 def _pass_of(group):
     """The backward pass under way."""
     last = _PASSES.get(group)
     if last is not None and last.end() is None:  # it failed
-        grads = [p.grad for hook in last.hooks if (p := hook.parameter()) is not None and p.grad is not None]
-        if any(grad.any() for grad in grads):
+        if any(hook.grad is not None and hook.grad.any() for hook in last.hooks):
             raise ConfigError("the last backward pass failed on the way, so that some gradients are summed over the "
                               "group and others not: call zero_grad() and begin the step again")
         last = None
@@ -111,7 +115,12 @@ class _Pass:
         del _PASSES[self.group]
         kinds = {}
         for hook in self.hooks:
-            grad = self.parameter_grad(hook)
+            grad = hook.grad
+            if grad is None or 0 in grad.stride():  # ZeRO's stage 2 leaves a placeholder without memory
+                raise ConfigError(f"a gradient of shape {hook.shape}, of which each rank of the tensor-parallel group "
+                                  "has a part, was taken from .grad before the parts were summed (by ZeroOptimizer, "
+                                  "FullyShardedModule or torch.autograd.grad): use backward(), and "
+                                  "DistributedDataParallel over the other ranks")
             kinds.setdefault((grad.dtype, grad.device), []).append((hook.partial, grad[hook.partial.rows]))
         for (dtype, device), parts in kinds.items():
             sizes = [partial.num_sets * rows.numel() for partial, rows in parts]
@@ -122,16 +131,6 @@ class _Pass:
             torch._foreach_copy_(places, grads)
             dist.all_reduce(flat, group=self.group)  # 2 (t-1)/t * bytes of flat per rank
             torch._foreach_copy_(grads, places)
-
-    @staticmethod
-    def parameter_grad(hook):
-        """The gradient, which must be where autograd puts it."""
-        parameter = hook.parameter()
-        if parameter.grad is None or 0 in parameter.grad.stride():  # stage 2 leaves a placeholder without memory
-            raise ConfigError(f"a gradient of shape {list(parameter.shape)}, of which each rank of the tensor-parallel "
-                              "group has a part, was taken from .grad before the parts were summed (by ZeroOptimizer, "
-                              "or torch.autograd.grad): use backward(), and DistributedDataParallel over the others")
-        return parameter.grad
 
 
 @torch.no_grad()

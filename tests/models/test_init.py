@@ -116,3 +116,11 @@ def test_a_negative_seed_is_refused():
 
 def test_the_meta_device_needs_no_memory():
     assert next(GPT(GPTConfig(hidden_size=12288, num_heads=96), device="meta").parameters()).is_meta
+
+
+def test_a_tied_weight_stays_tied_when_it_leaves_the_meta_device():
+    config = GPTConfig(vocab_size=5, seq_length=3, hidden_size=4, num_layers=1, num_heads=2)
+    model = init_by_name(GPT(config, device="meta").to_empty(device="cpu"), 3)
+    assert model.output_layer.weight is model.token_embedding.weight
+    for mine, whole in zip(model.parameters(), GPT(config, seed=3).parameters(), strict=True):
+        assert torch.equal(mine, whole)

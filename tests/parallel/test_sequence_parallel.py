@@ -11,7 +11,16 @@ import dtlab
 from dtlab import theory
 from dtlab.errors import ConfigError, RankError
 from dtlab.models import GPT, GPTConfig, cross_entropy
-from dtlab.parallel import DistributedDataParallel, ZeroOptimizer, recompute, tensor_parallel_grads
+from dtlab.parallel import (
+    DistributedDataParallel,
+    FullyShardedModule,
+    ZeroOptimizer,
+    apply_context_parallel,
+    recompute,
+    sequence_positions,
+    split_sequence,
+    tensor_parallel_grads,
+)
 from dtlab.parallel.tensor_parallel import apply_tensor_parallel, vocab_parallel_cross_entropy
 from dtlab.simulate.tables import live_bytes
 
@@ -184,12 +193,34 @@ def test_data_parallelism_averages_before_the_parts_are_summed():
     pool(4).run(in_a_grid, 3)
 
 
+def with_context_parallelism():
+    """On a rank: 2 x 2, tensor parallel inside of context parallel, which has half of the tokens each."""
+    groups = [dist.new_group(ranks) for ranks in ([0, 1], [2, 3], [0, 2], [1, 3])]
+    tp_group, cp_group = groups[dist.get_rank() // 2], groups[2 + dist.get_rank() % 2]
+    serial, parallel = models(group=tp_group)
+    parallel.forward = functools.partial(GPT.forward, parallel)
+    wrapped = DistributedDataParallel(apply_context_parallel(parallel, group=cp_group), group=cp_group)
+    tokens, targets = torch.randint(0, 31, (2, 2, 12), generator=torch.Generator().manual_seed(0))
+    (loss_of(serial, 0) / 2).backward()
+    logits = wrapped(split_sequence(tokens, group=cp_group), positions=sequence_positions(12, group=cp_group))
+    vocab_parallel_cross_entropy(logits, split_sequence(targets, group=cp_group), vocab_size=31, reduction="sum",
+                                 group=tp_group).backward()  # fmt: skip
+    assert_equal(serial, parallel)
+
+
+@pytest.mark.ranks
+def test_context_parallelism_goes_around_it():
+    pool(4).run(with_context_parallelism)
+
+
 def taken(how):
     """On a rank: gradients that are gone before they are summed."""
     _, parallel = models()
     if how == "autograd.grad":
         return torch.autograd.grad(loss_of(parallel, 0), [parallel.final_layernorm.weight])
     groups = [dist.new_group([rank]) for rank in range(2)]
+    if how == "FSDP":
+        return loss_of(FullyShardedModule(parallel, group=groups[dist.get_rank()]).module, 0).backward()
     optimizer = ZeroOptimizer(parallel, torch.optim.AdamW, zero_stage=how, group=groups[dist.get_rank()])
     loss_of(parallel, 0).backward()
     optimizer.step()
@@ -197,7 +228,7 @@ def taken(how):
 
 @pytest.mark.ranks
 @pytest.mark.parametrize("how, text", [("autograd.grad", "was taken from .grad"), (2, "was taken from .grad"),
-                                       (1, "changed")])  # fmt: skip
+                                       ("FSDP", "was taken from .grad"), (1, "changed")])  # fmt: skip
 def test_gradients_that_are_taken_before_they_are_summed_are_refused(how, text):
     with pytest.raises(RankError, match=text):
         pool(2).run(taken, how)
