@@ -102,10 +102,11 @@ def test_a_lesson_adds_a_row(monkeypatch):
 def test_a_missing_package_is_not_measured(monkeypatch):
     monkeypatch.setattr(importlib.util, "find_spec", lambda name: None)
     asked = []
-    peers = {"ipyparallel": None, "torchrun": None}
+    peers = {"ipyparallel": None, "torchrun": None, "Megatron-core": None}
     lines = run.measure(registry.Row("name", "what", "s", peers, lambda _, there: asked.extend(there) or {}), None)
     assert asked == ["torchrun"]
     assert "pip install ipyparallel" in lines[0][3] and "install" not in lines[1][3]
+    assert lines[2][3].endswith("pip install megatron-core")
 
 
 def test_an_unknown_row_is_answered_with_those_there_are():
