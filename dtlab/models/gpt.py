@@ -105,8 +105,8 @@ class Attention(nn.Module):
 def written_out_attention(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, dropout: float = 0.0) -> torch.Tensor:
     """Causal attention with the [B, a, S, S] weights in memory: what flash attention avoids. [B, a, S, d] each."""
     scores = q @ k.transpose(-2, -1) / math.sqrt(q.shape[-1])              # [B, a, S, S]
-    future = torch.ones(scores.shape[-2:], dtype=torch.bool, device=q.device).triu(1)
-    weights = scores.masked_fill(future, float("-inf")).softmax(-1)
+    future = torch.full(scores.shape[-2:], float("-inf"), dtype=scores.dtype, device=q.device).triu(1)
+    weights = (scores + future).softmax(-1)                                # a sum keeps nothing; masked_fill, the mask
     return F.dropout(weights, dropout) @ v
 
 

@@ -218,8 +218,8 @@ def kept(recording):
 def test_bytes_kept_and_flops_are_the_formulas(how):
     recording = dtlab.record_dry(big_layers, how, 3, world_size=1)
     each = theory.activation_bytes_per_layer(micro_batch_size=1, recompute=how, **SIZES)
-    statistics, mask = 2 * 2 * 256 * 2, 256 * 256  # not in the formula: norms' means and deviations; the causal mask
-    assert kept(recording) == 3 * (each + {None: statistics + mask, "selective": statistics, "full": 0}[how])
+    statistics = 2 * 2 * 256 * 2  # not in the formula: norms' means and deviations
+    assert kept(recording) == 3 * (each + {None: statistics, "selective": statistics, "full": 0}[how])
     shape = theory.ModelShape(num_layers=3, vocab_size=1, **SIZES)
     logits = 6 * 256 * 512
     assert recording.flops().flops.sum() == theory.batch_flops(shape, batch_size=1, recompute=how) - logits
