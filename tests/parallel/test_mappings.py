@@ -86,6 +86,8 @@ def apply_all(device="cpu"):
             grad = data("g", rank, y.shape[::-1]).to(device).permute(2, 1, 0)
             y.backward(grad)
         assert torch.equal(x, before) and x._version == 0
+        plain = data("x", rank).to(device)
+        assert torch.equal(mapping(plain), y) and torch.equal(plain, before)  # of plain strides too
         found[name] = y.detach(), grad, x.grad
     return found
 
