@@ -19,6 +19,10 @@ _TEXTS = {  # lesson -> technique, what is cut, when to use
            "replicas fit but for their states; sends no more than data parallelism"),
     "05": ("FSDP, or ZeRO stage 3 in units", "all states; parameters are gathered unit by unit",
            "states fit no device; enough tokens a rank to hide 1.5 times the bytes"),
+    "07A": ("sequence parallelism (Megatron's)", "what tensor parallelism leaves whole: norms, dropout, residual",
+            "with tensor parallelism, always"),
+    "07B": ("context parallelism in a ring", "the sequence, everywhere",
+            "one sequence's activations fit no device; Ulysses instead, up to as many ranks as kv heads"),
 }
 _MEASURED = ("collectives per step", "bytes per rank (formula)", "bytes per rank (recorded)",
              "memory per rank (peak bytes)")
@@ -29,7 +33,7 @@ def ledger(lesson=None, recording=None, formula=None, **measured):
     """Add this lesson's row and return the table.
 
     Args:
-        lesson: ``"00"``, ``"01"``, ...; None only shows the table.
+        lesson: ``"00"``, ``"01"``, ..., ``"07A"``; None only shows the table.
         recording: what the lesson recorded in one step (``communication()``, ``memory()``), if it did.
         formula: bytes each rank sends in a step by the lesson's formula.
         **measured: further measured cells, spaces written as underscores: ``collectives_per_step="3 all_reduce"``.
