@@ -40,7 +40,7 @@ def shard_map(matrices, *, num_ranks, node_size, signs=None, lines=(), bytes_per
         num_ranks: ranks among which they are cut (count).
         node_size: ranks in a node (count).
         signs: ``{number of a matrix: letter}``: what is sent before it, a green circle at its left.
-        lines: words below, at most 88 characters each.
+        lines: words below, at most 82 characters each.
         bytes_per_element: of all matrices.
         title: for screen readers.
 
@@ -49,22 +49,22 @@ def shard_map(matrices, *, num_ranks, node_size, signs=None, lines=(), bytes_per
     """
     pitch, longest = (_WIDTH - _LEFT) / len(matrices), max(max(matrix.shape) for matrix in matrices)
     parts, said, y, end = [], [], _TOP + _TALL + 20, _LEFT
-    parts += [label(0, y + 17 * row, name, size=13) for row, name in enumerate(("whole", "cut", "on a rank"))]
+    parts += [label(0, y + 17 * row, name, size=14) for row, name in enumerate(("whole", "cut", "on a rank"))]
     for number, matrix in enumerate(matrices):
         middle = _LEFT + (number + 0.5) * pitch
         tall, wide = (round(most * (side / longest) ** 0.35, 1) for most, side in zip((_TALL, _LONGEST), matrix.shape))
-        parts += [label(round(middle, 1), 16, matrix.name, anchor="middle", size=14, weight="bold"),
+        parts += [label(round(middle, 1), 16, matrix.name, anchor="middle", size=15, weight="bold"),
                   *_shards(matrix, middle - wide / 2, _TOP + (_TALL - tall) / 2, wide, tall, num_ranks, node_size)]
         words = _sizes(matrix, num_ranks, bytes_per_element)
-        parts += [label(round(middle, 1), y + 17 * row, text, anchor="middle", size=13)
+        parts += [label(round(middle, 1), y + 17 * row, text, anchor="middle", size=14)
                   for row, text in enumerate(words)]
         said.append(f"{matrix.name} {', '.join(words)}")
         if number in (signs or {}):
             parts += _sign(signs[number], round((end + middle - wide / 2) / 2, 1))
         end = middle + wide / 2
     y += 17 * len(words) + 8
-    parts += [label(0, y + 18 * row, text, size=13) for row, text in enumerate(lines)]
-    text = "\n".join(["; ".join(said), *lines])
+    parts += [label(0, y + 18 * row, text, size=14) for row, text in enumerate(lines)]
+    text = ". ".join(["; ".join(said), *filter(None, lines)])
     return document(parts, width=_WIDTH, height=y + 18 * len(lines) - 6, title=title, text=text)
 
 
@@ -87,8 +87,8 @@ def _shards(matrix, x, y, wide, tall, num_ranks, node_size):
         yield (f'<rect x="{left:.1f}" y="{top:.1f}" width="{width:.1f}" height="{height:.1f}" '
                f'fill="{others if rank else first}" stroke="{COLOURS["outline"]}">'
                f'<title>{matrix.name}: {f"rank {rank}" if matrix.cut else "every rank"}</title></rect>')  # fmt: skip
-        if matrix.cut and (width if by_columns else height) >= (7.5 * len(str(rank)) + 1 if by_columns else 12):
-            yield label(round(left + width / 2, 1), round(top + height / 2 + 4.3, 1), rank, anchor="middle", size=12,
+        if matrix.cut and (width if by_columns else height) >= (9 * len(str(rank)) + 1 if by_columns else 12):
+            yield label(round(left + width / 2, 1), round(top + height / 2 + 5, 1), rank, anchor="middle", size=14,
                         fill=on_others if rank else on_first)  # fmt: skip
     for rank in range(node_size, count, node_size):
         at = (x + rank * width, y - 5, 0, tall + 10) if by_columns else (x - 5, y + rank * height, wide + 10, 0)
@@ -117,12 +117,12 @@ def sequence_strip(chunks, *, seq_length):
     owners = {chunk: rank for rank, its in enumerate(chunks) for chunk in its}
     first, others, *_ = _LOOKS["activations"]
     wide = (_WIDTH - 4) / len(owners)
-    parts = [label(2, 14, "token 0", size=13), label(_WIDTH - 2, 14, f"{seq_length - 1:,}", anchor="end", size=13),
-             label(_WIDTH / 2, 14, "chunks of the sequence, and the rank that holds each", anchor="middle", size=13)]
+    parts = [label(2, 14, "token 0", size=14), label(_WIDTH - 2, 14, f"{seq_length - 1:,}", anchor="end", size=14),
+             label(_WIDTH / 2, 14, "chunks of the sequence, and the rank that holds each", anchor="middle", size=14)]
     for chunk, rank in sorted(owners.items()):
         parts += [f'<rect x="{2 + chunk * wide:.1f}" y="20" width="{wide:.1f}" height="26" '
                   f'fill="{others if rank else first}" stroke="{COLOURS["outline"]}"/>',
-                  label(round(2 + (chunk + 0.5) * wide, 1), 38, rank, anchor="middle", size=13)]  # fmt: skip
-    said = "; ".join(f"rank {rank}: {', '.join(map(str, its))}" for rank, its in enumerate(chunks))
+                  label(round(2 + (chunk + 0.5) * wide, 1), 38, rank, anchor="middle", size=14)]  # fmt: skip
+    said = " ".join(str(owners[chunk]) for chunk in sorted(owners))
     return document(parts, width=_WIDTH, height=50, title="The rank of each chunk of the sequence",
-                    text=f"Chunks of {seq_length // len(owners):,} tokens, by rank: {said}.")  # fmt: skip
+                    text=f"Chunks of {seq_length // len(owners):,} tokens, on ranks {said}.")  # fmt: skip

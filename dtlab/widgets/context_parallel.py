@@ -2,25 +2,20 @@
 import functools
 
 from dtlab.errors import ConfigError
+from dtlab.plots.bars import stacked
 from dtlab.plots.columns import columns
+from dtlab.plots.svg import Svg
 from dtlab.plots.tensor_parallel import sequence_strip
 from dtlab.plots.twin import twin
 from dtlab.simulate.hardware import Hardware
 from dtlab.simulate.tensor_parallel import context_parallel_attention
 from dtlab.theory import LlamaShape
-from dtlab.theory.tensor_parallel import (
-    LAYOUTS,
-    causal_work,
-    chunks_of,
-    piece_bytes,
-    ring_attention_wire_bytes,
-    ulysses_wire_bytes,
-)
+from dtlab.theory import tensor_parallel as theory
 from dtlab.theory.units import in_units
 from dtlab.widgets.explorer import Control, Explorer, Run, live_ranks
 
 _RANKS = (2, 4, 8, 16)
-_WIRE_BYTES = {"ring": ring_attention_wire_bytes, "ulysses": ulysses_wire_bytes}
+_WIRE_BYTES = {"ring": theory.ring_attention_wire_bytes, "ulysses": theory.ulysses_wire_bytes}
 _NETWORKS = ("InfiniBand EDR", "InfiniBand HDR", "InfiniBand NDR", "InfiniBand XDR", "Ethernet 100", "Ethernet 400")
 _TOKENS, _HEADS, _KV_HEADS, _SIZE = 64, 4, 2, 16  # of the run: tokens a rank, heads, those of keys and values, width
 
@@ -32,7 +27,7 @@ def context_parallel():
     and the bytes that it sends, and puts them beside what theory says.
     """
     controls = {
-        "layout": Control("layout of the sequence", LAYOUTS, "dropdown"),
+        "layout": Control("layout of the sequence", theory.LAYOUTS, "dropdown"),
         "method": Control("method", ("ring", "ulysses"), "dropdown"),
         "ranks": Control("ranks", lambda values: [its for its in _RANKS if _why_not(its, values) is None],
                          why_not=_why_not),
@@ -59,7 +54,7 @@ def _shape(num_kv_heads, seq_length):
 def _why_not(ranks, values):
     """Why so many ranks are not offered; None: they are."""
     try:
-        piece_bytes(_shape(values["num_kv_heads"], values["seq_length"]), cp_size=ranks, method=values["method"])
+        theory.piece_bytes(_shape(values["num_kv_heads"], values["seq_length"]), cp_size=ranks, method=values["method"])
     except ConfigError as error:
         return str(error)
     return None
@@ -85,17 +80,18 @@ def draw_context_parallel(layout, method, ranks, num_kv_heads, seq_length, netwo
     said = (f"{layout}, {method}, {ranks} ranks: the busiest computes {numbers['busiest']:.2f} x the mean; "
             f"{in_units(layer.step_time_s, 's')}, at most {in_units(layer.exposed_communication_s, 's')} exposed on a "
             f"rank; each sends {in_units(numbers['wire_bytes'], 'B')}")
-    times = columns(list(layer.ranks), parts, x="rank", y="attention [ms]",
-                    top=sum(busy) * max(causal_work(ranks, "contiguous")), title="Attention of a layer by rank",
+    times = columns(layer.ranks, parts, x="rank", y="attention [ms]", size=14, title="Attention of a layer by rank",
+                    top=sum(busy) * max(theory.causal_work(ranks, "contiguous")),
                     text=f"Computing by rank: {', '.join(f'{its:.3g}' for its in busy)} ms.")  # fmt: skip
-    pictures = [sequence_strip(chunks_of(ranks, layout), seq_length=seq_length), times]
+    pictures = [sequence_strip(theory.chunks_of(ranks, layout), seq_length=seq_length), times]
     has = (f"all tokens of {32 // ranks} heads, {num_kv_heads // ranks} of keys and values" if method == "ulysses" else
            "its tokens, all heads; keys and values go round")
     titles = [_offered(num_kv_heads, seq_length), f"A layer's attention; each rank computes {has}"]
     if measured:
         pictures.append(measured)
-        titles.append("Small tensors on live ranks; columns: predicted")
-    return twin(pictures, titles, caption=said), numbers
+        titles.append("Small tensors on live ranks: predicted and counted")
+    text = "\n".join([said, titles[0], *(picture.text for picture in pictures)])
+    return Svg(str(twin(pictures, titles, caption=said, size=14)), text), numbers
 
 
 def _offered(num_kv_heads, seq_length):
@@ -114,20 +110,22 @@ def measure():
     from dtlab.record.calibration import carrier
 
     with live_ranks() as ranks:
-        size, recordings = len(ranks), [ranks.record(_attend, layout, carrier(ranks)) for layout in LAYOUTS]
+        size, recordings = len(ranks), [ranks.record(_attend, layout, carrier(ranks)) for layout in theory.LAYOUTS]
     shape = LlamaShape(num_layers=1, hidden_size=_HEADS * _SIZE, num_heads=_HEADS, num_kv_heads=_KV_HEADS,
                        seq_length=_TOKENS * size, vocab_size=1)  # fmt: skip
-    theory = sum(ring_attention_wire_bytes(shape, cp_size=size, bytes_per_element=4).values())
-    sent = max(sum(event.wire_bytes for event in events if event.kind == "issue")
+    sends = sum(theory.ring_attention_wire_bytes(shape, cp_size=size, bytes_per_element=4).values())
+    sent = max(sum(event.wire_bytes for event in events if event.kind == "issue" and event.op == "send")
                for recording in recordings for events in recording.events.values())  # fmt: skip
-    predicted = [size * share for layout in LAYOUTS for share in causal_work(size, layout)]
+    names = [f"{layout} {rank}" for layout in theory.LAYOUTS for rank in range(size)]
+    predicted = [size * share for layout in theory.LAYOUTS for share in theory.causal_work(size, layout)]
     counted = [size * pairs / sum(recording.results) for recording in recordings for pairs in recording.results]
-    names = [f"{layout[0]} {rank}" for layout in LAYOUTS for rank in range(size)]
-    bytes_said = f"each sends {theory / 1e3:.1f} kB predicted, {sent / 1e3:.1f} kB measured"
-    said = ", ".join(f"{name} {its:.3g} and {real:.3g}" for name, its, real in zip(names, predicted, counted))
-    return columns(names, {"forward": predicted}, x=f"layout and rank; {bytes_said}", y="pairs / mean",
-                   measured=counted, title="Pairs of tokens by rank, predicted and counted",
-                   text=f"Pairs by layout and rank, predicted and counted: {said}; {bytes_said}.")  # fmt: skip
+    texts = [f"{its:.3g} and {real:.3g}" for its, real in zip(predicted, counted)]
+    said = f"each sends {sends / 1e3:.1f} kB predicted, {sent / 1e3:.1f} kB measured"
+    return stacked(names, {"forward": predicted}, texts=texts, measured=counted, top=2, room=14,
+                   words={"forward": "pairs of tokens, predicted"}, x=f"pairs / mean; {said}",
+                   title="Pairs of tokens by rank, predicted and counted",
+                   text="Pairs by layout and rank, predicted and counted: "
+                        f"{', '.join(map(' '.join, zip(names, texts)))}; {said}.")  # fmt: skip
 
 
 def _attend(layout, device):

@@ -1,5 +1,6 @@
 """Explorer of lesson 06: who owns which part of a layer's matrices, and what sending between them costs."""
 from collections import Counter
+from dataclasses import replace
 
 from dtlab.errors import ConfigError
 from dtlab.plots.bars import stacked
@@ -8,22 +9,16 @@ from dtlab.plots.tensor_parallel import Matrix, shard_map
 from dtlab.plots.twin import twin
 from dtlab.simulate.hardware import Hardware
 from dtlab.simulate.tensor_parallel import tensor_parallel_layer
-from dtlab.theory import GPT_7_5B, LlamaShape, ModelShape
-from dtlab.theory.tensor_parallel import (
-    legal_tp_sizes,
-    num_kv_heads,
-    tp_layer_collectives,
-    tp_layer_wire_bytes,
-    why_not_tp,
-)
+from dtlab.theory import GPT_7_5B, LlamaShape, ModelShape, base_op
+from dtlab.theory import tensor_parallel as theory
 from dtlab.theory.units import in_units
 from dtlab.widgets.explorer import Control, Explorer, Run, live_ranks, toggle
 
 _MOST = 32  # ranks
-_SMALL = ModelShape(num_layers=4, hidden_size=192, num_heads=12, seq_length=128, vocab_size=256)
+_TOKENS = 96  # of the run's sequence
 _MODELS = {
     "7.5B": GPT_7_5B,
-    "small GPT, 12 heads": _SMALL,
+    "small GPT, 12 heads": ModelShape(num_layers=4, hidden_size=192, num_heads=12, seq_length=128, vocab_size=256),
     "Llama 3 8B, 8 kv heads": LlamaShape(num_layers=32, hidden_size=4096, num_heads=32, num_kv_heads=8,
                                          ffn_hidden_size=14336, seq_length=8192, vocab_size=128256),
 }  # fmt: skip
@@ -74,15 +69,14 @@ def _hardware(node_size, inside, between):
 
 
 def _legal(values):
-    legal = legal_tp_sizes(_MODELS[values["model"]], _MOST)
-    return [size for size in legal if _why_not(size, values) is None]
+    return [size for size in range(1, _MOST + 1) if _why_not(size, values) is None]
 
 
 def _why_not(tp_size, values):
     """Why a degree is not offered; None where it is."""
     shape = _MODELS[values["model"]]
     try:
-        reason = why_not_tp(shape, tp_size)
+        reason = theory.why_not_tp(shape, tp_size)
     except ConfigError as error:  # no number at all
         return str(error)
     if reason is None and values["sequence_parallel"] and shape.seq_length % tp_size:
@@ -103,15 +97,15 @@ def draw_tensor_parallel(tp_size, matrices, sequence_parallel, overlap, node_siz
     layers = [tensor_parallel_layer(shape, hardware, tp_size=its, sequence_parallel=sequence_parallel, overlap=overlap,
                                     algorithm=_ALGORITHMS[collectives]) for its in legal]  # fmt: skip
     layer, choices = layers[legal.index(tp_size)], {"tp_size": tp_size, "sequence_parallel": sequence_parallel}
-    calls = tp_layer_collectives(shape, micro_batch_size=1, **choices)
-    sent = sum(tp_layer_wire_bytes(shape, micro_batch_size=1, **choices).values())
+    calls = theory.tp_layer_collectives(shape, micro_batch_size=1, **choices)
+    sent = sum(theory.tp_layer_wire_bytes(shape, micro_batch_size=1, **choices).values())
     numbers = {"step_time_s": layer.step_time_s, "exposed_communication_s": layer.exposed_communication_s,
                "share": _share(layer), "calls": dict(Counter(op for _, op, _ in calls)), "wire_bytes": sent,
                "tensor_bytes": calls[0][2] if calls else 0}  # fmt: skip
     values = {"model": model, "sequence_parallel": sequence_parallel}
     illegal = next(its for its in range(2, _MOST) if its not in legal)
-    lines = [*_said(numbers, sequence_parallel, tp_size // num_kv_heads(shape)),
-             f"tp {illegal} is not offered: {_why_not(illegal, values)}"]
+    lines = [*_said(numbers, sequence_parallel, tp_size // theory.num_kv_heads(shape)),
+             f"No tp {illegal}: {_why_not(illegal, values)}"]
     pictures = [shard_map(_matrices(shape, tp_size, matrices, sequence_parallel), num_ranks=tp_size,
                           node_size=node_size, signs={1: "f", 4: "g"}, lines=lines, title=f"Shards of {matrices}"),
                 _times(legal, layers, tp_size)]
@@ -119,10 +113,10 @@ def draw_tensor_parallel(tp_size, matrices, sequence_parallel, overlap, node_siz
               _published(legal, layers)]
     if measured:
         pictures.append(measured)
-        titles.append("A small GPT's layer on live ranks; bars: predicted")
-    caption = (f"tp {tp_size}: a layer takes {in_units(layer.step_time_s, 's')}, {numbers['share']:.0%} of it exposed; "
+        titles.append("A small GPT's layer on live ranks; (+ n): gradients of norms, once a step")
+    caption = (f"tp {tp_size}: a layer takes {in_units(layer.step_time_s, 's')}, {numbers['share']:.0%} exposed; "
                f"a rank sends {in_units(sent, 'B')}")
-    return twin(pictures, titles, caption=caption), numbers
+    return twin(pictures, titles, caption=caption, size=14), numbers
 
 
 def _said(numbers, sequence_parallel, kv_sharers):
@@ -140,8 +134,8 @@ def _published(legal, layers):
     ours = {its: f"{1 - _share(layer):.0%}" for its, layer in zip(legal, layers)}
     here, there = ([words.get(its, "-") for its in _PUBLISHED] for words in (
         ours, {its: f"{real:.0%}" for its, real in _PUBLISHED.items()}))
-    return (f"Efficiency at tp {', '.join(map(str, _PUBLISHED))}: {', '.join(here)} here; Megatron-LM 2019 on V100s "
-            f"(weak scaling): {', '.join(there)}")
+    return (f"Efficiency at tp {', '.join(map(str, _PUBLISHED))}: {', '.join(here)}; Megatron-LM 2019, V100s, weak "
+            f"scaling: {', '.join(there)}")
 
 
 def _matrices(shape, tp_size, matrices, sequence_parallel):
@@ -154,8 +148,8 @@ def _matrices(shape, tp_size, matrices, sequence_parallel):
     else:
         inner, kv = shape.num_heads * shape.head_size, 2 * shape.head_size
         ours, names = inner // t, ("A: q, k, v", "Z: heads", "B: proj")
-        whole = inner + kv * num_kv_heads(shape)
-        part = ours + kv * max(num_kv_heads(shape) // t, 1)
+        whole = inner + kv * theory.num_kv_heads(shape)
+        part = ours + kv * max(theory.num_kv_heads(shape) // t, 1)
     outside = ("rows", (s // t, h)) if sequence_parallel else (None, (s, h))
     return [Matrix("X", "activations", (s, h), *outside),
             Matrix(names[0], "params", (h, whole), "columns", (h, part)),
@@ -170,7 +164,7 @@ def _times(legal, layers, tp_size):
     names = [f"tp {its}: {_share(layer):.0%}" for its, layer in zip(legal, layers)]
     said = ", ".join(f"{name} of {in_units(layer.step_time_s, 's')}" for name, layer in zip(names, layers))
     return columns(names, parts, x="ranks that share a layer: share of exposed communication", y="a layer [ms]",
-                   marked=legal.index(tp_size), title="Time of a layer by degree",
+                   marked=legal.index(tp_size), size=14, title="Time of a layer by degree",
                    text=f"Exposed communication of a layer's time: {said}.")  # fmt: skip
 
 
@@ -178,32 +172,35 @@ def measure():
     """Run a layer of the lessons' GPT on live ranks, without and with sequence parallelism: the picture of its bytes.
 
     In float32, whose elements have four bytes.
+
+    Raises:
+        ConfigError: so many ranks cannot share 12 heads.
     """
     from dtlab.record.calibration import carrier
 
+    shape, rows = replace(_MODELS["small GPT, 12 heads"], seq_length=_TOKENS), []
     with live_ranks() as ranks:
         size = len(ranks)
-        recordings = [ranks.record(_run_layer, how, carrier(ranks)) for how in (False, True)]
-    shape = ModelShape(num_layers=1, hidden_size=192, num_heads=12, seq_length=_tokens(size), vocab_size=256)
-    names, predicted, sent, said = [], [], [], []
-    for how, recording in zip((False, True), recordings):
-        choices = {"micro_batch_size": 1, "tp_size": size, "sequence_parallel": how, "bytes_per_element": 4}
-        calls, theory = tp_layer_collectives(shape, **choices), tp_layer_wire_bytes(shape, **choices)
-        for phase in _KINDS:
-            events = [event for event in recording.events[0] if event.kind == "issue" and event.phase["name"] == phase]
-            names.append(f"{'sp, ' if how else ''}{phase}")
-            predicted.append(theory[phase] / 1e3)
-            sent.append(sum(event.wire_bytes for event in events) / 1e3)
-            said.append(f"calls {sum(its == phase for its, *_ in calls)} and {len(events)}")
-    pairs = "; ".join(f"{name}: {its:.1f} and {real:.1f} kB, {calls}"
-                      for name, its, real, calls in zip(names, predicted, sent, said))
-    return stacked(names, {"communication": predicted}, texts=said, measured=sent, top=1.2 * max(predicted + sent),
-                   room=16, x="sent by a rank for one layer [kB]", title="Bytes of a layer, predicted and measured",
+        for how in (False, True):
+            choices = {"micro_batch_size": 1, "tp_size": size, "sequence_parallel": how, "bytes_per_element": 4}
+            calls, sent = theory.tp_layer_collectives(shape, **choices), theory.tp_layer_wire_bytes(shape, **choices)
+            events = ranks.record(_run_layer, how, carrier(ranks)).events[0]
+            rows += [(f"{'sp, ' if how else ''}{phase}", sent[phase] / 1e3,
+                      *_counted(events, phase, [op for its, op, _ in calls if its == phase])) for phase in _KINDS]
+    names, predicted, measured, said = zip(*rows)
+    pairs = "; ".join(f"{name}: {its:.1f} and {real:.1f} kB, {words}" for name, its, real, words in rows)
+    return stacked(names, {"communication": predicted}, texts=said, measured=measured, room=21,
+                   top=1.2 * max(predicted + measured), x="sent by a rank for one layer [kB]",
+                   title="Bytes of a layer, predicted and measured",
                    text=f"On {size} ranks, predicted and measured: {pairs}.")  # fmt: skip
 
 
-def _tokens(num_ranks):
-    return 32 * num_ranks
+def _counted(events, phase, ops):
+    """What a rank sent in a phase by these collectives (kB), and how many they and others were, in words."""
+    events = [event for event in events if event.kind == "issue" and event.phase.get("name") == phase]
+    its_own = [event for event in events if base_op(event.op) in ops]
+    beside = f" (+ {len(events) - len(its_own)})" if len(events) > len(its_own) else ""
+    return sum(event.wire_bytes for event in its_own) / 1e3, f"calls {len(ops)} and {len(its_own)}{beside}"
 
 
 def _run_layer(sequence_parallel, device):
@@ -215,10 +212,9 @@ def _run_layer(sequence_parallel, device):
     from dtlab.parallel.tensor_parallel import apply_tensor_parallel
     from dtlab.record import phase
 
-    size = dist.get_world_size()
-    config = GPTConfig(num_layers=1, seq_length=_tokens(size))
+    config = GPTConfig(num_layers=1, seq_length=_TOKENS)
     layer = apply_tensor_parallel(GPT(config, device=device), sequence_parallel=sequence_parallel).layers[0]
-    tokens = config.seq_length // size if sequence_parallel else config.seq_length
+    tokens = _TOKENS // (dist.get_world_size() if sequence_parallel else 1)
     x = torch.ones(1, tokens, config.hidden_size, device=device, requires_grad=True)
     with phase("forward"):
         y = layer(x)

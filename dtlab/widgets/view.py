@@ -1,11 +1,13 @@
 """What a notebook shows of an explorer: its widgets and a static picture."""
 from html import escape
+from itertools import groupby
 
 from dtlab import shell
 
 _PICTURE = ('<div style="width: 100%; max-width: calc({width}px * var(--dtlab-zoom, 1))">{svg}</div>'
             '<p aria-live="polite" style="min-height: 6em; line-height: 1.5; white-space: pre-line">{text}</p>')
 _FULL = {"width": "100%", "max_width": "none"}
+_WRAPPED = {**_FULL, "flex_flow": "row wrap", "grid_gap": "0 16px"}
 
 
 def bundle(explorer):
@@ -31,7 +33,9 @@ class View:
         self.inputs = {name: self._input(ipywidgets, name, control) for name, control in explorer.controls.items()}
         self.picture = ipywidgets.HTML(layout=_FULL)
         rows = [ipywidgets.HTML(f'<b style="line-height: 1.5">{escape(explorer.move)}</b>', layout=_FULL)]
-        rows += [self._row(ipywidgets, name, control) for name, control in explorer.controls.items()]
+        for is_small, its in groupby(explorer.controls.items(), lambda its: its[1].kind in ("dropdown", "toggle")):
+            inputs = [self._row(ipywidgets, name, control) for name, control in its]
+            rows += [ipywidgets.Box(inputs, layout=_WRAPPED)] if is_small else inputs
         if explorer._run:
             self.button = ipywidgets.Button(description=explorer._run.label, layout={"width": "auto"})
             self.button.on_click(self._pressed)

@@ -39,6 +39,11 @@ def test_the_axis_is_as_long_as_asked_so_that_pictures_compare():
     assert heights[0] > 5 * heights[1]
 
 
+def test_letters_may_be_larger_for_a_projector():
+    smallest = lambda picture: min(map(int, re.findall(r'<text[^>]*font-size="(\d+)"', str(picture))))
+    assert (smallest(draw(measured=[1.0, None])), smallest(draw(measured=[1.0, None], size=14))) == (12, 14)
+
+
 def test_the_marked_column_is_bold_and_the_text_is_there():
     picture = draw(marked=1)
     assert re.search(r'font-weight="bold"[^>]*>b<', str(picture)) and repr(picture) == "Steps: a 4 s, b 2 s."

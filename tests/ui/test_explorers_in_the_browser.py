@@ -27,8 +27,10 @@ Explorer(draw, {"n": Control("n", tuple(range(31)))}, first={"n": 0}, last={"n":
     "from dtlab.plots import curves\ncurves({'loss': [3, 2, 1]}, x='step', y='loss')",
     "dtlab.explore.memory()",
     "dtlab.explore.zero()",
+    "dtlab.explore.tensor_parallel()",
+    "dtlab.explore.context_parallel()",
 ]
-MESSAGES, RING, COST, TABS, BUCKETS, PRESENT, SLOW, CURVES, MEMORY, ZERO = range(1, 11)
+MESSAGES, RING, COST, TABS, BUCKETS, PRESENT, SLOW, CURVES, MEMORY, ZERO, TENSOR, CONTEXT = range(1, 13)
 FITS = """cell => [...cell.querySelectorAll('.widget-label, .widget-readout, button, label, .widget-dropdown select')]
                   .filter(part => part.offsetParent && part.scrollWidth > part.clientWidth + 1)
                   .map(part => part.textContent)"""
@@ -67,6 +69,18 @@ def slider(notebook, index, number=0):
     return cell(notebook, index).locator(".noUi-handle:visible").nth(number)
 
 
+def drag_to_the_end(notebook, handle, track):
+    """30 quick moves of the mouse."""
+    handle.scroll_into_view_if_needed()
+    place, track = handle.bounding_box(), track.bounding_box()
+    middle = place["x"] + place["width"] / 2, place["y"] + place["height"] / 2
+    notebook.page.mouse.move(*middle)
+    notebook.page.mouse.down()
+    for part in range(1, 31):
+        notebook.page.mouse.move(middle[0] + (track["x"] + track["width"] - middle[0]) * part / 30, middle[1])
+    notebook.page.mouse.up()
+
+
 def test_arrow_keys_on_a_slider_change_the_picture(notebook):
     before = markup(notebook, COST)
     slider(notebook, COST).focus()
@@ -82,14 +96,8 @@ def test_arrow_keys_on_a_slider_change_the_picture(notebook):
 def test_dragging_a_slider_with_the_mouse_changes_the_picture_and_not_its_place(notebook):
     handle = slider(notebook, COST)
     handle.scroll_into_view_if_needed()
-    place, track = handle.bounding_box(), cell(notebook, COST).locator(".noUi-base").first.bounding_box()
     top, height = picture(notebook, COST).bounding_box()["y"], cell(notebook, COST).bounding_box()["height"]
-    middle = place["x"] + place["width"] / 2, place["y"] + place["height"] / 2
-    notebook.page.mouse.move(*middle)
-    notebook.page.mouse.down()
-    for part in range(1, 31):  # 30 quick moves
-        notebook.page.mouse.move(middle[0] + (track["x"] + track["width"] - middle[0]) * part / 30, middle[1])
-    notebook.page.mouse.up()
+    drag_to_the_end(notebook, handle, cell(notebook, COST).locator(".noUi-base").first)
     wait_for(notebook, COST, "on 1,024 ranks")
     assert picture(notebook, COST).count() == 1
     assert picture(notebook, COST).bounding_box()["y"] == top
@@ -194,6 +202,57 @@ def test_zero_by_keyboard_stops_at_30_gb_and_goes_on_down_at_stage_3_and_is_run(
     notebook.picture("explorers-zero")
 
 
+def test_tensor_parallel_by_keyboard_leaves_the_node_and_offers_legal_degrees_only_and_is_run(notebook):
+    notebook.run(TENSOR)
+    picture(notebook, TENSOR).filter(has_text="tp 4: a layer takes").first.wait_for()
+    before, height = markup(notebook, TENSOR), cell(notebook, TENSOR).bounding_box()["height"]
+    slider(notebook, TENSOR).focus()
+    for _ in range(2):
+        notebook.page.keyboard.press("ArrowRight")
+    wait_for(notebook, TENSOR, "tp 16: a layer takes .* 86% exposed")
+    assert markup(notebook, TENSOR) != before and cell(notebook, TENSOR).bounding_box()["height"] == height
+    assert cell(notebook, TENSOR).evaluate(FITS) == [] and cell(notebook, TENSOR).evaluate(INSIDE)
+    notebook.picture("explorers-tensor")
+    cell(notebook, TENSOR).locator("select").last.select_option("small GPT, 12 heads")
+    wait_for(notebook, TENSOR, r"No tp 5: num_heads \(12\) does not divide")
+    wait_for(notebook, TENSOR, "tp 12: a layer takes")
+    slider(notebook, TENSOR).focus()
+    notebook.page.keyboard.press("ArrowLeft")
+    wait_for(notebook, TENSOR, "tp 6: a layer takes")  # never 8
+    cell(notebook, TENSOR).get_by_role("button", name="Run a small GPT's layer").click()
+    picture(notebook, TENSOR).filter(has_text="measured").first.wait_for(timeout=120_000)
+    assert "calls 6 and 6" in cell(notebook, TENSOR).locator("p[aria-live]").inner_text()
+
+
+def test_context_parallel_by_mouse_becomes_level_and_ulysses_stops_at_the_heads_of_keys_and_values(notebook):
+    notebook.run(CONTEXT)
+    picture(notebook, CONTEXT).filter(has_text="1.75 x the mean").first.wait_for()
+    before, height = markup(notebook, CONTEXT), cell(notebook, CONTEXT).bounding_box()["height"]
+    pictures = picture(notebook, CONTEXT).count()
+    layout, method = (cell(notebook, CONTEXT).locator("select").nth(number) for number in (0, 1))
+    layout.select_option("zigzag")
+    wait_for(notebook, CONTEXT, "1.00 x the mean")
+    assert markup(notebook, CONTEXT) != before
+    notebook.picture("explorers-context")
+    method.select_option("ulysses")
+    wait_for(notebook, CONTEXT, "zigzag, ulysses, 4 ranks")
+    drag_to_the_end(notebook, slider(notebook, CONTEXT), cell(notebook, CONTEXT).locator(".noUi-base").first)
+    wait_for(notebook, CONTEXT, "zigzag, ulysses, 8 ranks")
+    slider(notebook, CONTEXT).focus()
+    notebook.page.keyboard.press("End")
+    notebook.page.keyboard.press("ArrowRight")
+    slider(notebook, CONTEXT, 1).focus()
+    notebook.page.keyboard.press("ArrowRight")  # 16 heads of keys and values; ranks stay until they are moved
+    wait_for(notebook, CONTEXT, "ulysses: 2, 4, 8, 16 ranks")
+    assert picture(notebook, CONTEXT).filter(has_text="zigzag, ulysses, 8 ranks").count() == 1
+    slider(notebook, CONTEXT).focus()
+    notebook.page.keyboard.press("End")
+    wait_for(notebook, CONTEXT, "zigzag, ulysses, 16 ranks")
+    assert cell(notebook, CONTEXT).bounding_box()["height"] == height and picture(notebook, CONTEXT).count() == pictures
+    cell(notebook, CONTEXT).get_by_role("button", name="Run ring attention").click()
+    picture(notebook, CONTEXT).filter(has_text="147.5 kB measured").first.wait_for(timeout=120_000)
+
+
 def test_every_control_is_reached_with_tab(notebook):
     cell(notebook, RING).locator(".noUi-handle").first.focus()
     reached = []
@@ -234,7 +293,7 @@ def test_nothing_is_cut_and_projector_mode_enlarges_explorers(notebook):
         sizes[mode] = [picture(notebook, index).first.evaluate(LETTERS) for index in (MESSAGES, RING, COST)]
         texts = [cell(notebook, COST).locator(part).first for part in (".widget-label:visible", "p[aria-live]")]
         sizes[mode] += [text.evaluate("text => parseFloat(getComputedStyle(text).fontSize)") for text in texts]
-        for index in (MEMORY, ZERO):
+        for index in (MEMORY, ZERO, TENSOR, CONTEXT):
             notebook.run(index)
             picture(notebook, index).first.wait_for()
             assert cell(notebook, index).evaluate(FITS) == [] and cell(notebook, index).evaluate(INSIDE)

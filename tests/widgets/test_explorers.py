@@ -77,6 +77,16 @@ def test_what_cannot_be_set_names_what_can_and_changes_nothing(degrees, words):
     assert explorer.values == before
 
 
+def test_a_value_that_is_refused_is_told_why_where_a_reason_is_known():
+    odd = Control("n", (2, 4), why_not=lambda value, values: f"{value} is odd" if value % 2 else None)
+    explorer = Explorer(lambda n: (document([], width=9, height=9, title="t", text=""), {}), {"n": odd},
+                        first={"n": 2}, last={"n": 4}, move="Move.")  # fmt: skip
+    with pytest.raises(ConfigError, match="n=3 is not legal here; legal: 2, 4: 3 is odd$"):
+        explorer.set(n=3)
+    with pytest.raises(ConfigError, match="n=6 is not legal here; legal: 2, 4$"):
+        explorer.set(n=6)
+
+
 def test_a_value_may_be_given_as_the_screen_shows_it():
     values = small().set(on="yes", ranks="2", step=np.int64(1)).values
     assert values == {"ranks": 2, "on": True, "step": 1, "product": 2}
@@ -182,6 +192,14 @@ def test_labels_are_not_cut_and_the_text_stands_below_the_picture(live):
     assert {widget.style.description_width for widget in explorer._view.inputs.values()} == {"initial"}
     picture, text = explorer._view.picture.value.split("</svg>")
     assert 'role="img"' in picture and 'aria-live="polite"' in text and "4 ranks, step 0" in text
+
+
+def test_dropdowns_and_toggles_that_follow_each_other_share_a_row_and_the_order_stays(live):
+    explorer = dtlab.explore.tensor_parallel()
+    rows = [getattr(row, "children", [row]) for row in explorer.view().children]
+    known = [its.label for its in explorer.controls.values()]
+    labels = [[widget.description for widget in row if widget.description in known] for row in rows]
+    assert [len(row) for row in labels if row] == [1, 3, 1, 4] and sum(labels, []) == known
 
 
 def test_the_run_button_measures_only_when_pressed_and_what_it_measured_stays(live):
