@@ -145,7 +145,7 @@ def mlp_cases(rng):
         name = f"{hidden} hidden, {ffn} inside{'' if bias else ', no bias'}"
         return _case(rng, size, name, (hidden, ffn), (ffn, hidden), ("fc1", "fc2"), heads=ffn, bias=bias)
 
-    return [case(4, 3, 8), case(3, 4, 9), case(2, 5, 4, bias=False), case(1, 3, 4)]
+    return [case(4, 4, 8), case(3, 4, 9), case(2, 5, 4, bias=False), case(1, 3, 4)]
 
 
 def attention_cases(rng):

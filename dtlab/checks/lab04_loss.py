@@ -85,7 +85,8 @@ def simulated(case, *, largest=("largest", "own"), exponentials=lab.G, predicted
     start = torch.arange(t).view(t, 1) * k
     mine = torch.ones_like(ids, dtype=torch.bool) if local else (ids >= start + first) & (ids < start + k + last)
     index = ids % k if local else (ids - start).clamp(0, k - 1)
-    its = (logits - top).gather(-1, index.unsqueeze(-1)).squeeze(-1)
+    looked_up = logits.masked_fill(~real, torch.nan) if local else logits  # whatever is found in padding there
+    its = (looked_up - top).gather(-1, index.unsqueeze(-1)).squeeze(-1)
     loss = total.log() - lab.across(*predicted)(torch.where(mine, its, 0.0))
     loss = torch.where(ids == IGNORED, 0.0, loss) if ignores else loss
     (loss * case["weights"]).sum().backward()
@@ -161,7 +162,7 @@ LOSS = Exercise(
                 failed("raised", says=r"(index|Target) -?\d+ is out of bounds|index out of (range|bounds)[^\n]*")),
         lab.LENGTHS, lab.ABSENT, lab.CUT_OFF,
         Mistake("writes to its input", "{}: autograd, and who called, still need it.", in_a_try(
-            lambda evidence, _: evidence.results[0]["given"])),
+            lambda evidence, _: next(filter(None, (its["given"] for its in evidence.results)), False))),
         Mistake("local maximum", "each rank subtracts its own largest logit: their exponentials have no common scale "
                 "({}).", _as_if(largest=("own", "own"))),
         Mistake("no maximum", "exponentials of large logits are infinite ({}). Subtract the largest one of all ranks.",

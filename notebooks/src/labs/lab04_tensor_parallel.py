@@ -13,7 +13,8 @@
 #
 # ### Rules
 #
-# - Write with `torch.distributed`'s collectives and `torch.autograd.Function`.
+# - Write with `torch.distributed`'s collectives and `torch.autograd.Function`. `all_gather(whole, piece)` is torch's
+#   `all_gather_into_tensor`, under whichever name your torch has for it.
 # - Leave out `torch.distributed.tensor` (DTensor) and `dtlab.parallel`: they are what you build. Each exercise says which
 #   collectives it does without.
 # - A check runs your cell on new ranks, with inputs drawn anew, in float64. It compares values and gradients with one process,
@@ -29,7 +30,7 @@ import torch.distributed as dist
 from torch import nn
 
 import dtlab
-from dtlab.checks.lab04_model import attend
+from dtlab.checks.lab04_model import all_gather, attend  # noqa: F401 (for your cells)
 
 WORLD_SIZE = 4
 torch.set_num_threads(1)
