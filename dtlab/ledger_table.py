@@ -19,6 +19,8 @@ _TEXTS = {  # lesson -> technique, what is cut, when to use
            "replicas fit but for their states; sends no more than data parallelism"),
     "05": ("FSDP, or ZeRO stage 3 in units", "all states; parameters are gathered unit by unit",
            "states fit no device; enough tokens a rank to hide 1.5 times the bytes"),
+    "06": ("tensor parallelism", "every matrix of a layer, heads, vocabulary",
+           "layers or activations fit no device; inside a node, whose links are fast"),
     "07A": ("sequence parallelism (Megatron's)", "what tensor parallelism leaves whole: norms, dropout, residual",
             "with tensor parallelism, always"),
     "07B": ("context parallelism in a ring", "the sequence, everywhere",
