@@ -89,9 +89,8 @@ def fitting(linear, rows, blocks=1):
         else:
             weight, bias = shard(linear.weight, 1), linear.bias
         mine = nn.Linear(*weight.T.shape, bias=bias is not None, dtype=weight.dtype)
-        mine.weight.copy_(weight)
-        if bias is not None:
-            mine.bias.copy_(bias)
+        for own, its in zip(mine.parameters(), (weight, bias)):
+            own.copy_(its)
     return mine
 
 
