@@ -27,8 +27,8 @@ def context_parallel():
     and the bytes that it sends, and puts them beside what theory says.
     """
     controls = {
-        "layout": Control("layout of the sequence", theory.LAYOUTS, "dropdown"),
-        "method": Control("method", ("ring", "ulysses"), "dropdown"),
+        "layout": Control("layout of the sequence", theory.LAYOUTS, "dropdown", text=_words),
+        "method": Control("method", ("ring", "ulysses"), "dropdown", text=_words),
         "ranks": Control("ranks", lambda values: [its for its in _RANKS if _why_not(its, values) is None],
                          why_not=_why_not),
         "num_kv_heads": Control("heads of keys and values (of 32)", (4, 8, 16, 32)),
@@ -38,10 +38,14 @@ def context_parallel():
     first = {"layout": "contiguous", "method": "ring", "ranks": 4, "num_kv_heads": 8, "seq_length": 32768,
              "network": "InfiniBand HDR"}  # fmt: skip
     return Explorer(draw_context_parallel, controls, first=first, last={"layout": "zigzag"},
-                    move="Switch contiguous -> zigzag: uneven bars of attention become level. Then take ulysses and "
+                    move="Switch contiguous -> zig-zag: uneven bars of attention become level. Then take Ulysses and "
                          "drag ranks to the end: no more than there are heads of keys and values.",
                     run=Run("Run ring attention on live ranks", lambda **_: measure(), takes="about 5 s",
                             shows="the lowest picture"))  # fmt: skip
+
+
+def _words(value):
+    return {"zigzag": "zig-zag", "ulysses": "Ulysses"}.get(value, value)
 
 
 @functools.lru_cache
@@ -77,9 +81,9 @@ def draw_context_parallel(layout, method, ranks, num_kv_heads, seq_length, netwo
     numbers = {"busiest": max(busy) * ranks / sum(busy), "step_time_s": layer.step_time_s,
                "exposed_communication_s": layer.exposed_communication_s,
                "wire_bytes": sum(_WIRE_BYTES[method](shape, cp_size=ranks).values())}  # fmt: skip
-    said = (f"{layout}, {method}, {ranks} ranks: the busiest computes {numbers['busiest']:.2f} x the mean; "
-            f"{in_units(layer.step_time_s, 's')}, at most {in_units(layer.exposed_communication_s, 's')} exposed on a "
-            f"rank; each sends {in_units(numbers['wire_bytes'], 'B')}")
+    said = (f"{_words(layout)}, {_words(method)}, {ranks} ranks: the busiest computes {numbers['busiest']:.2f} x the "
+            f"mean; {in_units(layer.step_time_s, 's')}, at most {in_units(layer.exposed_communication_s, 's')} exposed "
+            f"on a rank; each sends {in_units(numbers['wire_bytes'], 'B')}")
     times = columns(layer.ranks, parts, x="rank", y="attention [ms]", size=14, title="Attention of a layer by rank",
                     top=sum(busy) * max(theory.causal_work(ranks, "contiguous")),
                     text=f"Computing by rank: {', '.join(f'{its:.3g}' for its in busy)} ms.")  # fmt: skip
@@ -99,7 +103,7 @@ def _offered(num_kv_heads, seq_length):
     values = {"method": "ulysses", "num_kv_heads": num_kv_heads, "seq_length": seq_length}
     reasons = {its: _why_not(its, values) for its in _RANKS}
     refused = next((f"; not {its}: {reason.partition(':')[0]}" for its, reason in reasons.items() if reason), "")
-    return f"ulysses: {', '.join(str(its) for its in _RANKS if not reasons[its])} ranks{refused}"
+    return f"Ulysses: {', '.join(str(its) for its in _RANKS if not reasons[its])} ranks{refused}"
 
 
 def measure():
@@ -116,7 +120,7 @@ def measure():
     sends = sum(theory.ring_attention_wire_bytes(shape, cp_size=size, bytes_per_element=4).values())
     sent = max(sum(event.wire_bytes for event in events if event.kind == "issue" and event.op == "send")
                for recording in recordings for events in recording.events.values())  # fmt: skip
-    names = [f"{layout} {rank}" for layout in theory.LAYOUTS for rank in range(size)]
+    names = [f"{_words(layout)} {rank}" for layout in theory.LAYOUTS for rank in range(size)]
     predicted = [size * share for layout in theory.LAYOUTS for share in theory.causal_work(size, layout)]
     counted = [size * pairs / sum(recording.results) for recording in recordings for pairs in recording.results]
     texts = [f"{its:.3g} and {real:.3g}" for its, real in zip(predicted, counted)]

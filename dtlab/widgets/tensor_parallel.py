@@ -8,7 +8,7 @@ from dtlab.plots.columns import columns
 from dtlab.plots.tensor_parallel import Matrix, shard_map
 from dtlab.plots.twin import twin
 from dtlab.simulate.hardware import Hardware
-from dtlab.simulate.tensor_parallel import tensor_parallel_layer
+from dtlab.simulate.tensor_parallel import MEGATRON_2019, tensor_parallel_layer
 from dtlab.theory import GPT_7_5B, LlamaShape, ModelShape, base_op
 from dtlab.theory import tensor_parallel as theory
 from dtlab.theory.units import in_units
@@ -25,8 +25,7 @@ _MODELS = {
 _INSIDE = ("PCIe 4", "NVLink 2", "NVLink 3", "NVLink 4", "NVLink 5")
 _BETWEEN = ("Ethernet 100", "InfiniBand EDR", "InfiniBand HDR", "InfiniBand NDR", "InfiniBand XDR")
 _ALGORITHMS = {"one flat ring": "ring", "nodes first, then between them": None}
-# Shoeybi et al. 2019, arXiv:1909.08053, figure 5: weak scaling without data parallelism, V100s
-_PUBLISHED = {4: 0.82, 8: 0.77}
+_PUBLISHED = {its: MEGATRON_2019[its][-1] / 100 for its in (4, 8)}
 _SENT = {  # sequence_parallel -> what f and g do
     False: ("f: forward nothing; backward all_reduce of the gradient of X",
             "g: forward all_reduce of Y; backward nothing"),

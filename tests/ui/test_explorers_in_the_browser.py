@@ -230,24 +230,24 @@ def test_context_parallel_by_mouse_becomes_level_and_ulysses_stops_at_the_heads_
     before, height = markup(notebook, CONTEXT), cell(notebook, CONTEXT).bounding_box()["height"]
     pictures = picture(notebook, CONTEXT).count()
     layout, method = (cell(notebook, CONTEXT).locator("select").nth(number) for number in (0, 1))
-    layout.select_option("zigzag")
+    layout.select_option("zig-zag")
     wait_for(notebook, CONTEXT, "1.00 x the mean")
     assert markup(notebook, CONTEXT) != before
     notebook.picture("explorers-context")
-    method.select_option("ulysses")
-    wait_for(notebook, CONTEXT, "zigzag, ulysses, 4 ranks")
+    method.select_option("Ulysses")
+    wait_for(notebook, CONTEXT, "zig-zag, Ulysses, 4 ranks")
     drag_to_the_end(notebook, slider(notebook, CONTEXT), cell(notebook, CONTEXT).locator(".noUi-base").first)
-    wait_for(notebook, CONTEXT, "zigzag, ulysses, 8 ranks")
+    wait_for(notebook, CONTEXT, "zig-zag, Ulysses, 8 ranks")
     slider(notebook, CONTEXT).focus()
     notebook.page.keyboard.press("End")
     notebook.page.keyboard.press("ArrowRight")
     slider(notebook, CONTEXT, 1).focus()
     notebook.page.keyboard.press("ArrowRight")  # 16 heads of keys and values; ranks stay until they are moved
-    wait_for(notebook, CONTEXT, "ulysses: 2, 4, 8, 16 ranks")
-    assert picture(notebook, CONTEXT).filter(has_text="zigzag, ulysses, 8 ranks").count() == 1
+    wait_for(notebook, CONTEXT, "Ulysses: 2, 4, 8, 16 ranks")
+    assert picture(notebook, CONTEXT).filter(has_text="zig-zag, Ulysses, 8 ranks").count() == 1
     slider(notebook, CONTEXT).focus()
     notebook.page.keyboard.press("End")
-    wait_for(notebook, CONTEXT, "zigzag, ulysses, 16 ranks")
+    wait_for(notebook, CONTEXT, "zig-zag, Ulysses, 16 ranks")
     assert cell(notebook, CONTEXT).bounding_box()["height"] == height and picture(notebook, CONTEXT).count() == pictures
     cell(notebook, CONTEXT).get_by_role("button", name="Run ring attention").click()
     picture(notebook, CONTEXT).filter(has_text="147.5 kB measured").first.wait_for(timeout=120_000)

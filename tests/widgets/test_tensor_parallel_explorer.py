@@ -1,4 +1,5 @@
 """The explorer of tensor parallelism: its numbers are theory's and the simulator's, only legal degrees, its marks."""
+import contextlib
 import re
 
 import pytest
@@ -116,6 +117,12 @@ def test_the_published_efficiency_stands_beside_ours(explorer):
     ours = [f"{1 - share(explorer, tp_size=its):.0%}" for its in (4, 8)]
     assert f"Efficiency at tp 4, 8: {', '.join(ours)}; Megatron-LM 2019, V100s, weak scaling: 82%, 77%" in explorer.svg
     assert re.search(r"tp 4, 8: \d+%, -;", explorer.set(model=SMALL).svg)
+
+
+def test_a_run_on_ranks_that_cannot_share_the_heads_is_refused_before_it_starts(explorer, monkeypatch):
+    monkeypatch.setattr("dtlab.widgets.tensor_parallel.live_ranks", lambda: contextlib.nullcontext(range(5)))
+    with pytest.raises(ConfigError, match=r"num_heads \(12\) does not divide by tp_size \(5\); legal are 1, 2, 3, 4"):
+        explorer.run()
 
 
 @pytest.mark.ranks
