@@ -176,7 +176,7 @@ def check(sums=True):
     layer, *pairs = step(sums)
     grads = [(p.grad, p.right) for p in layer.parameters()]
     share = grads[0][0] @ grads[0][1] / grads[0][1].square().sum()  # the first norm's weight
-    return *map(equal, pairs), all(map(equal, grads)), f"share {share:.3f}"
+    return *map(equal, pairs), all(map(equal, grads)), round(share.item(), 3)
 
 print(*ranks.run(check), sep="\n")
 
@@ -273,7 +273,7 @@ for length in (2048, 16384, 131072):
 #
 # For a query with scores $s_j$ and values $v_j$ attention gives $\sum_j e^{s_j} v_j / \sum_j e^{s_j}$. Both sums can be added up piece by piece, if one
 # and the same maximum is subtracted from all exponents: lesson 06's again. But it is not known before the last piece. So keep a running
-# one, and when it rises from $m$ to $m'$, shrink what is there by $e^{m - m'}$:
+# one, and when it rises from $m$ to $m'$, shrink what is there by $e^{m - m'}$. (The result does not depend on $m$, so it needs no gradient.)
 
 # %% name="add-piece" tags=["exact"]
 def add_piece(state, q, k, v, is_seen):  # is_seen: [S of q, S of k], what the mask lets through
@@ -388,8 +388,7 @@ def swap():
 print(*ranks.run(swap), sep="\n")
 
 # %% [markdown]
-# Tens say from whom: a transposed matrix. So with pieces of heads and tokens: heads go out, tokens come in. Between two of
-# these stands plain attention:
+# Tens say from whom. So with heads and tokens: heads go out, tokens come in. Between two of these stands plain attention:
 
 # %% name="ulysses" tags=["exact"]
 def exchanged(x, out, grows):
@@ -532,7 +531,7 @@ print("3. losses, right and wrong:", *([round(loss, 4) for loss in torch.stack([
 # <details><summary>In words</summary>
 #
 # On 2 and 4: keys and values are few, and Ulysses sends all queries. On 8, its most, it sends less. Rank 0, contiguous, sees only its own piece: nothing that
-# came by is in its graph, so it sends no gradients back, and others wait. Without positions each rank believes that it has the
+# came by is in its graph, so it sends no gradients back, and others wait. (In a zig-zag all see something of all.) Without positions each rank believes that it has the
 # beginning: the losses fall as nicely.
 #
 # </details>
