@@ -46,10 +46,10 @@ def of_megatrons_linears(layer):
     config = ModelParallelConfig(tensor_model_parallel_size=dist.get_world_size(), use_cpu_initialization=True)
     options = {"config": config, "init_method": torch.nn.init.zeros_, "bias": True, "skip_bias_add": False,
                "tp_group": dist.group.WORLD}
-    column = megatron.ColumnParallelLinear, {"gather_output": False}
-    row = megatron.RowParallelLinear, {"input_is_parallel": True}
-    for part, name, (kind, where) in ((layer.self_attention, "linear_qkv", column), (layer.mlp, "linear_fc1", column),
-                                      (layer.self_attention, "linear_proj", row), (layer.mlp, "linear_fc2", row)):
+    columns = megatron.ColumnParallelLinear, {"gather_output": False}
+    rows = megatron.RowParallelLinear, {"input_is_parallel": True}
+    for part, name, (kind, where) in ((layer.self_attention, "linear_qkv", columns), (layer.mlp, "linear_fc1", columns),
+                                      (layer.self_attention, "linear_proj", rows), (layer.mlp, "linear_fc2", rows)):
         ours = getattr(part, name)
         linear = kind(ours.in_features, ours.out_features, **where, **options)
         linear.load_state_dict(ours.state_dict(), strict=False)
