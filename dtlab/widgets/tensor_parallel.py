@@ -125,7 +125,7 @@ def _said(numbers, sequence_parallel, kv_sharers):
     counts = " + ".join(f"{count} {op}" for op, count in numbers["calls"].items())
     shared = f"; {kv_sharers} ranks share a kv head" if kv_sharers > 1 else ""
     size = in_units(numbers["tensor_bytes"], "B")
-    return [*_SENT[sequence_parallel], f"A layer, attention and MLP: {counts}, each of {size}{shared}"]
+    return [*_SENT[sequence_parallel], f"A layer in all: {counts}, each of {size}{shared}"]
 
 
 def _published(legal, layers):
