@@ -237,7 +237,7 @@ for rows, width, heads in ((4, 6144, 64), (1, 4096, 32)):
 print("formula", *(kept(tp_size=8, sequence_parallel=on, **sizes) / MIB for on in (False, True)))
 
 # %% [markdown]
-# By formula 184 and 114 MiB; recordings add lesson 03's mask of the future, 4 MiB. Ours sends what lesson 06 sends, but autograd keeps
+# By formula 184 and 114 MiB. Ours sends what lesson 06 sends, but autograd keeps
 # the gathered inputs, for the weights' gradients. The library, like the paper, keeps its piece and gathers again in backward, under a matrix
 # product: less memory for a quarter more bytes.
 #
