@@ -37,6 +37,7 @@ def shard_map(length, its, called=str, rest="padding"):
         padding = length - sum(end - start for _, start, end in mine)
         for number, start, end in [*mine, *[(None, 0, padding)] * (padding > 0)]:
             wide, name = (end - start) * unit, rest if number is None else f"{called(number)}[{start}:{end}]"
+            name = name if number is None or wide > 8 * len(name) else called(number)
             fill = COLOURS["paper"] if number is None else FILLS[number % len(FILLS)]
             parts += [box(round(x, 1), y, round(wide, 1), 26, fill=fill, radius=0),
                       label(round(x + wide / 2, 1), y + 18, name, anchor="middle", size=13)]  # fmt: skip

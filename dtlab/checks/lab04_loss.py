@@ -28,10 +28,9 @@ def loss_cases(rng):
         targets[len(targets) - ignored :] = IGNORED
         return case
 
-    return [Case(4, "lost", {"tries": [one(4, 30, "vocabulary 30")]}),
-            Case(4, "lost", {"tries": [one(4, 30, "some tokens ignored", ignored=3),
-                                       one(4, 30, "logits of a thousand", scale=1000.0),
-                                       one(4, 5, "a rank with padding only")]}),
+    four = [one(4, 30, "vocabulary 30"), one(4, 30, "some tokens ignored", ignored=3),
+            one(4, 30, "logits of a thousand", scale=1000.0), one(4, 5, "a rank with padding only")]  # fmt: skip
+    return [Case(4, "lost", {"tries": four}),
             Case(3, "lost", {"tries": [one(3, 9, "vocabulary 9"), one(3, 8, "all tokens ignored", ignored=6)]}),
             Case(2, "lost", {"tries": [one(2, 5, "vocabulary 5")]}),
             Case(1, "lost", {"tries": [one(1, 5, "vocabulary 5", ignored=1)]})]  # fmt: skip
@@ -136,7 +135,8 @@ def _unweighted(theirs, right, case, _):
     return not difference(theirs * case["weights"].unsqueeze(-1), right)
 
 
-def _tokens(case):
+def tokens(case):
+    """Tokens of all tries (count)."""
     return sum(len(one["targets"]) for one in case["tries"])
 
 
@@ -144,10 +144,10 @@ def _share(evidence):
     """Bytes sent beside those of three all-reduces of one number a token."""
     t, recording = evidence.case.world_size, evidence.recording
     sent = max(sum(its for *_, its in calls(recording, rank)) for rank in recording.ranks)
-    return sent / (3 * _tokens(evidence.case) * FLOAT_BYTES * 2 * (t - 1) / t)
+    return sent / (3 * tokens(evidence.case) * FLOAT_BYTES * 2 * (t - 1) / t)
 
 
-_three = lab.within(lambda case: 3 * len(case["tries"]), lambda case: 3 * FLOAT_BYTES * _tokens(case))
+_three = lab.within(lambda case: 3 * len(case["tries"]), lambda case: 3 * FLOAT_BYTES * tokens(case))
 
 
 LOSS = Exercise(

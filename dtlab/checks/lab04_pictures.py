@@ -2,10 +2,11 @@
 import math
 
 from dtlab.checks import lab04_layers as layers
-from dtlab.checks import lab04_loss as losses
 from dtlab.checks.lab02_pictures import stack
 from dtlab.checks.lab02_programs import moved
+from dtlab.checks.lab03_model import FLOAT_BYTES
 from dtlab.checks.lab03_pictures import FILLS, number_of, shard_map
+from dtlab.checks.lab04_loss import tokens
 from dtlab.plots.bars import Panel, bars
 from dtlab.plots.svg import box, document, label
 from dtlab.plots.twin import twin
@@ -69,35 +70,35 @@ def _numbers(case, expected, evidence, heading, quantities, foot=""):
     return stack([(heading, drawn)], title=heading)
 
 
-def _first(*keys):
-    """A function of a result to the first number of what is found by these keys."""
+def _last(*keys):
+    """A function of a result to the last number of what is found by these keys; a first token sees nothing else."""
     def get(its):
         for key in keys:
             its = its[key]
-        return its.flatten()[0]
+        return its.flatten()[-1]
     return get
 
 
 def regions(case, expected, evidence):
     """Output and gradient of x on each rank."""
     (name,) = case["flows"]
-    return _numbers(case, expected, evidence, "g(tanh(f(x) A) B): the first number of each", [
-        ("output", _first(name, "output")), ("gradient of x", _first(name, "gradient of x"))])  # fmt: skip
+    return _numbers(case, expected, evidence, "g(tanh(f(x) A) B): the last number of each", [
+        ("output", _last(name, "output")), ("gradient of x", _last(name, "gradient of x"))])  # fmt: skip
 
 
-_LAYER = [("output", _first("output")), ("gradient of x", _first("gradient of x"))]
+_LAYER = [("output", _last("output")), ("gradient of x", _last("gradient of x"))]
 
 
 def mlp(case, expected, evidence):
     """Output, gradient of x and of the second bias on each rank."""
-    return _numbers(case, expected, evidence, f"{case}: the first number of each", [
-        *_LAYER, ("of the bias", _first("gradients", "fc2.bias"))])  # fmt: skip
+    return _numbers(case, expected, evidence, f"{case}: the last number of each", [
+        *_LAYER, ("of the bias", _last("gradients", "fc2.bias"))])  # fmt: skip
 
 
 def attention(case, expected, evidence):
     """Which rows of q, k and v each rank has, target and yours; output and gradient of x."""
     whole = layers.weights_of(case)["qkv.weight"]
-    numbers = _numbers(case, expected, evidence, "The first number of each", _LAYER)
+    numbers = _numbers(case, expected, evidence, "The last number of each", _LAYER)
     try:
         yours = _rows(whole, evidence.results) if evidence.results else evidence.in_words
     except (LookupError, TypeError):
@@ -124,10 +125,8 @@ def _rows(whole, results):
 
 def loss(case, expected, evidence):
     """The loss of two tokens on each rank; what was sent."""
-    (one,) = case["tries"]
-    token = lambda number: lambda its: its[one.name]["loss"].flatten()[number]
-    last, recording = len(one["targets"]) - 1, evidence.recording
-    spent = f"{max(moved(recording, rank) for rank in recording.ranks):,} of" if recording else "at most"
-    allowed = 3 * losses.FLOAT_BYTES * (last + 1)
-    return _numbers(case, expected, evidence, f"{one}: the last 2 of 32 columns are padding", [
-        ("loss of token 0", token(0)), (f"loss of token {last}", token(last))], f"; calls got {spent} {allowed} bytes")
+    one, recording, allowed = case["tries"][0], evidence.recording, 3 * FLOAT_BYTES * tokens(case)
+    of = lambda token: (f"loss of token {token}", lambda its: its[one.name]["loss"].flatten()[token])
+    spent = f"{max(moved(recording, rank) for rank in recording.ranks):,}, where" if recording else "at most"
+    return _numbers(case, expected, evidence, f"{one}: the last 2 of 32 columns are padding",
+                    [of(0), of(len(one["targets"]) - 1)], f"; bytes to calls: {spent} {allowed}")

@@ -25,19 +25,6 @@ def gather(piece, dim):
     return torch.cat(parts, dim=dim)
 
 
-# %% lab04.1: chunk and one tensor
-def shard(whole, dim):
-    if whole.shape[dim] % world_size:
-        raise ValueError("cannot cut %d into %d" % (whole.shape[dim], world_size))
-    return torch.empty_like(p := whole.chunk(world_size, dim)[rank], memory_format=torch.contiguous_format).copy_(p)
-
-
-def gather(piece, dim):
-    flat = torch.empty(world_size * piece.numel(), dtype=piece.dtype)
-    all_gather(flat, piece.reshape(-1).contiguous())
-    return torch.cat([part.view(piece.shape) for part in flat.chunk(world_size)], dim)
-
-
 # %% lab04.1: dimension to the front
 def shard(whole, dim):
     n = whole.shape[dim]
@@ -118,26 +105,6 @@ def copy_to_region(x):
 
 def reduce_from_region(x):
     return Adds.apply(x)
-
-
-# %% lab04.2: asynchronous
-class Region(torch.autograd.Function):
-    @staticmethod
-    def forward(ctx, x, adds):
-        ctx.adds = adds
-        if not adds:
-            return x.view_as(x)
-        y = torch.zeros_like(x, memory_format=torch.contiguous_format) + x
-        dist.all_reduce(y, async_op=True).wait()
-        return y
-
-    @staticmethod
-    def backward(ctx, grad):
-        return Region.apply(grad, not ctx.adds), None
-
-
-copy_to_region = lambda x: Region.apply(x, False)
-reduce_from_region = lambda x: Region.apply(x, True)
 
 
 # %% lab04.3: parameters and F.linear

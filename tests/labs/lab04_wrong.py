@@ -187,13 +187,6 @@ shard, gather = right_shard, right_gather
 copy_to_region, reduce_from_region = right_f, right_g
 
 
-# %% lab04.1: borrowed
-def gather(piece, dim):
-    import dtlab.parallel
-
-    return right_gather(piece, dim)
-
-
 # %% lab04.1: borrowed (DTensor)
 def gather(piece, dim):
     from torch.distributed.device_mesh import init_device_mesh
@@ -248,12 +241,6 @@ def shard(whole, dim):
 def shard(whole, dim):
     if whole.shape[dim] % world_size:
         raise ValueError("it does not divide")
-    return right_shard(whole, dim)
-
-
-# %% lab04.1: not refused (assert)
-def shard(whole, dim):
-    assert whole.shape[dim] % world_size == 0, f"{whole.shape[dim]} % {world_size}"
     return right_shard(whole, dim)
 
 
@@ -361,10 +348,6 @@ reduce_from_region = pair(own, own)
 
 # %% lab04.2: mean for sum (forward)
 reduce_from_region = pair(mean, own)
-
-
-# %% lab04.2: mean for sum (backward)
-copy_to_region = pair(own, mean)
 
 
 # %% lab04.2: two ranks only
@@ -489,10 +472,6 @@ ParallelMLP = layer(g=pair(summed, summed))
 ParallelMLP = layer(g=own)
 
 
-# %% lab04.3: mean for sum
-ParallelMLP = layer(g=pair(mean, own))
-
-
 # %% lab04.3: bias on each rank
 ParallelMLP = layer(last=lambda self, y: self.g(F.linear(y, self.w2, self.b2)))
 
@@ -581,21 +560,6 @@ class ParallelMLP(SoundLayer):
         return y if self.b2 is None else y + self.b2
 
 
-# %% lab04.3: strided tensor sent
-class Strided(torch.autograd.Function):
-    @staticmethod
-    def forward(ctx, x):
-        dist.all_reduce(x)
-        return x.clone()
-
-    @staticmethod
-    def backward(ctx, grad):
-        return grad
-
-
-ParallelMLP = layer(last=lambda self, y: Strided.apply(torch.stack([F.linear(y, self.w2)] * 2, -1)[..., 0]) + self.b2)
-
-
 # %% lab04.3: reads before wait
 ParallelMLP = layer(g=pair(lambda x: late(x), own))
 
@@ -607,10 +571,6 @@ def late(x):
 
 
 handles = []
-
-
-# %% lab04.3: cut off from autograd
-ParallelMLP = layer(last=lambda self, y: summed(F.linear(y, self.w2).detach()))
 
 
 # %% lab04.4: cut straight
@@ -660,20 +620,8 @@ class ParallelAttention(SoundLayer):
         return its.unflatten(1, (self.all_heads, -1))[:, rank::world_size].flatten(1).clone()
 
 
-# %% lab04.4: no f
-ParallelAttention = layer(f=own)
-
-
 # %% lab04.4: g reduces again
 ParallelAttention = layer(g=pair(summed, summed))
-
-
-# %% lab04.4: bias on each rank
-ParallelAttention = layer(last=lambda self, y: self.g(F.linear(y, self.w2, self.b2)))
-
-
-# %% lab04.4: keeps the whole alive
-ParallelAttention = layer(second_bias=lambda self, its: its, of_second=lambda self, its: its.chunk(world_size, 1)[rank])
 
 
 # %% lab04.4: gathers
