@@ -533,11 +533,12 @@ for name, its in systems.items():
 # %% name="answers" tags=["exact", "folded"]
 # Answers: run me
 llama = theory.LlamaShape(num_layers=80, hidden_size=8192, ffn_hidden_size=28672, num_heads=64, num_kv_heads=8, seq_length=4096, vocab_size=32000)
+
 def gate_beside_up(gpt):
     for p in (p for layer in gpt.layers for p in layer.mlp.linear_fc1.parameters()):  # rows [2, t, f/t] -> [t, 2, f/t]
         p.data = p.data.unflatten(0, (2, world_size, -1)).transpose(0, 1).flatten(0, 2)
     return parallel_gpt(gpt)
-losses = [(ranks.run(lambda: train_gpt(wrap, by_hand[1], other)["loss"].item())[0], train_gpt(*serial, other)["loss"].item()) for wrap, other in ((wrap, replace(config, num_kv_heads=WORLD_SIZE, swiglu=swiglu)) for wrap, swiglu in ((parallel_gpt, False), (parallel_gpt, True), (gate_beside_up, True)))]
+losses = [(ranks.run(train_gpt, wrap, by_hand[1], other)[0]["loss"], train_gpt(*serial, other)["loss"]) for wrap, other in ((wrap, replace(config, num_kv_heads=WORLD_SIZE, swiglu=swiglu)) for wrap, swiglu in ((parallel_gpt, False), (parallel_gpt, True), (gate_beside_up, True)))]
 right, copy_to_tp_region = train_gpt(*serial, num_steps=1), lambda x: x
 wrong, copy_to_tp_region = set().union(*ranks.run(compare, lambda: train_gpt(*by_hand, num_steps=1))), real_copy
 print("1. legal:", *theory.legal_tp_sizes(llama), f"| {16 * theory.tp_layer_params(llama, tp_size=16) / theory.layer_params(llama):.3f} times\n2. last losses, on ranks and right:", *(f"| {ours:.4f} {theirs:.4f}" for ours, theirs in losses), f"\n3. loss {'loss' not in wrong}; {sum(name.startswith('grad') for name in wrong)} of {sum(name.startswith('grad') for name in right)} gradients are wrong")

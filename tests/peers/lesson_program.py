@@ -9,15 +9,20 @@ SOURCES = pathlib.Path(__file__).resolve().parents[2] / "notebooks" / "src"
 
 
 def names_of(lesson, names, **given):
-    """The lesson's imports and what it calls ``names``, run in order: a dict; ``given`` is there before."""
+    """The lesson's imports and what first gives each of ``names`` a value: a dict; ``given`` is there before."""
+    missing = set(names)
+
     def is_needed(node):
-        if isinstance(node, ast.Assign):
-            return bool(names & {name.id for name in ast.walk(node.targets[0]) if isinstance(name, ast.Name)})
-        return isinstance(node, (ast.Import, ast.ImportFrom)) or getattr(node, "name", "") in names
+        targets = {name.id for part in getattr(node, "targets", ()) for name in ast.walk(part)
+                   if isinstance(name, ast.Name)}  # fmt: skip
+        found = missing & {*targets, getattr(node, "name", "")}
+        missing.difference_update(found)
+        return bool(found) or isinstance(node, (ast.Import, ast.ImportFrom))
 
     source = SOURCES / f"{lesson}.py"
     tree = ast.parse(source.read_text(encoding="utf-8"))
     tree.body = [node for node in tree.body if is_needed(node)]
+    assert not missing, f"{source.name} has no {missing}"
     program = {"__name__": "lesson", **given}
     exec(compile(tree, str(source), "exec"), program)
     return program

@@ -1,7 +1,7 @@
 """Recordings of programs that need packages which dtlab does not, for those who do not have them.
 
 ``deepspeed_zero3``: rank 0 of 4 in the third step of lesson 05's program, with ``deepspeed_engine``.
-``megatron_mlp``: rank 0 of 4 in one pass of lesson 06's MLP, with ``megatron_linears``.
+``megatron_mlp``: rank 0 of 4 in one pass of lesson 06's MLP, with ``with_megatron_linears``.
 """
 import os
 import pathlib
@@ -52,10 +52,13 @@ def deepspeed_engine(model, optimizer, *, micro_batch_size: int, zero: dict = DE
     return engine
 
 
-def megatron_linears(hidden_size: int, ffn_hidden_size: int, dtype):
-    """Megatron-core's two linears of an MLP, column and row parallel over all ranks, on a rank. Needs ``dtlab[peers]``.
+def with_megatron_linears(mlp):
+    """On a rank, put Megatron-core's linears in the place of an MLP's column and row parallel ones, with their values.
 
-    Each returns its output and the bias that it was asked not to add: here None.
+    Args:
+        mlp: ``linear_fc1.weight`` [f/t, h], ``linear_fc2.weight`` [h, f/t], on t ranks; both with a bias. Changed.
+
+    Needs ``dtlab[peers]``.
     """
     import torch
     import torch.distributed as dist
@@ -64,9 +67,15 @@ def megatron_linears(hidden_size: int, ffn_hidden_size: int, dtype):
     from megatron.core.model_parallel_config import ModelParallelConfig
     from megatron.core.tensor_parallel import ColumnParallelLinear, RowParallelLinear
 
-    config = ModelParallelConfig(tensor_model_parallel_size=dist.get_world_size(), use_cpu_initialization=True,
-                                 params_dtype=dtype)
+    (ffn_part, hidden), dtype = mlp.linear_fc1.weight.shape, mlp.linear_fc1.weight.dtype
+    ffn, size = ffn_part * dist.get_world_size(), dist.get_world_size()
+    config = ModelParallelConfig(tensor_model_parallel_size=size, use_cpu_initialization=True, params_dtype=dtype)
     options = {"config": config, "init_method": torch.nn.init.normal_, "bias": True, "skip_bias_add": False,
                "tp_group": dist.group.WORLD}
-    return (ColumnParallelLinear(hidden_size, ffn_hidden_size, gather_output=False, **options),
-            RowParallelLinear(ffn_hidden_size, hidden_size, input_is_parallel=True, **options))
+    linears = {"linear_fc1": ColumnParallelLinear(hidden, ffn, gather_output=False, **options),
+               "linear_fc2": RowParallelLinear(ffn, hidden, input_is_parallel=True, **options)}
+    for name, linear in linears.items():
+        linear.load_state_dict(mlp.get_submodule(name).state_dict(), strict=False)
+        linear.register_forward_hook(lambda module, args, outputs: outputs[0])  # the other is a bias not added: None
+        setattr(mlp, name, linear)
+    return mlp
