@@ -93,7 +93,7 @@ def undeclared(sources):
 
     What makes recordings of other people's programs may need the extra ``peers``.
     """
-    distributions = importlib.metadata.packages_distributions()
+    distributions = {"megatron": ["megatron-core"], **importlib.metadata.packages_distributions()}  # also not installed
     for module, source in sources.items():
         for name, lazy in imports(source, module):
             root = name.split(".")[0]
