@@ -7,7 +7,7 @@ from dtlab.cli import tour
 from dtlab.errors import ConfigError
 from dtlab.models import GPTConfig
 
-SMALL = tour.Job(GPTConfig(seq_length=16, hidden_size=24, num_layers=1, num_heads=4), num_steps=3, batch_size=5)
+SMALL = tour.Job(GPTConfig(seq_length=16, hidden_size=24, num_layers=1, num_heads=12), num_steps=3, batch_size=5)
 
 
 @pytest.fixture(scope="module")
@@ -21,6 +21,14 @@ def test_every_technique_equals_one_process(num_ranks, capsys):
     assert tour.main(["--ranks", str(num_ranks)], job=SMALL) == 0
     output = capsys.readouterr().out
     assert output.count(" yes ") == len(tour.TECHNIQUES) and "NO" not in output and "Time is not the gain" in output
+
+
+@pytest.mark.ranks
+def test_a_technique_that_cannot_run_on_so_many_ranks_is_left_out_with_the_reason(capsys):
+    job = tour.Job(GPTConfig(seq_length=16, hidden_size=24, num_layers=1, num_heads=3), num_steps=1, batch_size=5)
+    tensor_parallel = next(its for its in tour.TECHNIQUES if its.name == "tensor parallel")
+    assert tour.main(["--ranks", "2"], techniques=[tensor_parallel], job=job) == 0
+    assert "left out: num_heads (3) does not divide by tp_size (2)" in capsys.readouterr().out
 
 
 def without_all_reduce(job):

@@ -6,6 +6,7 @@ trained.
 """
 import argparse
 import functools
+import math
 import textwrap
 import time
 from collections.abc import Callable
@@ -17,7 +18,7 @@ import torch.distributed as dist
 from torch.nn.parallel import DistributedDataParallel
 
 import dtlab
-from dtlab import machine, parallel
+from dtlab import machine, parallel, theory
 from dtlab.data import batches, shard_batch, text_bytes
 from dtlab.errors import RankError
 from dtlab.models import GPT, GPTConfig, cross_entropy, num_params
@@ -196,6 +197,36 @@ def fully_sharded(job: Job) -> Trained:
     return with_replica(job, wrap)._replace(params=params, grads=grads)
 
 
+def tensor_parallel(job: Job) -> Trained:
+    """Ours: each rank has a part of every matrix; all take all rows."""
+    model = parallel.apply_tensor_parallel(job.model())
+    optimizer = job.optimizer(model)
+
+    def step(inputs, targets):
+        loss = parallel.vocab_parallel_cross_entropy(model(inputs), targets, vocab_size=job.config.vocab_size,
+                                                     reduction="mean")  # fmt: skip
+        optimizer.zero_grad()
+        loss.backward()
+        optimizer.step()
+        return loss.detach()
+
+    shards = {f"{path}.{name}": shard for path, module in model.named_modules()
+              for name, shard in getattr(module, "parameter_shards", {}).items()}  # fmt: skip
+    joined = lambda parts: {name: join_parts(part, shards[name]) if name in shards else part
+                            for name, part in parts.items()}  # fmt: skip
+    trained = train(job, model, step)
+    return trained._replace(params=lambda: joined(trained.params), grads=lambda: joined(trained.grads))
+
+
+def join_parts(part: torch.Tensor, shard) -> torch.Tensor:
+    """The whole tensor, of which each rank has a part that ``shard`` cuts out, none of them the same."""
+    numbers = torch.arange(1, math.prod(shard.full_shape) + 1).view(shard.full_shape)
+    whole = part.new_zeros(numbers.numel() + 1)
+    whole[shard.take(numbers).flatten()] = part.flatten()  # padding has number 0
+    dist.all_reduce(whole)
+    return whole[1:].view(shard.full_shape)
+
+
 def add_over_ranks(loss: torch.Tensor) -> torch.Tensor:
     """The loss of the whole batch from this rank's share of it."""
     total = loss.detach().clone()
@@ -208,6 +239,7 @@ class Technique(NamedTuple):
 
     name: str
     program: Callable[[Job], Trained]  # runs on every rank
+    why_not: Callable = lambda config, num_ranks: None  # for numbers of ranks that it does not know
 
 
 TECHNIQUES = [
@@ -219,6 +251,7 @@ TECHNIQUES = [
     Technique("ZeRO stage 1", zero),
     Technique("ZeRO stage 2", functools.partial(zero, zero_stage=2)),
     Technique("fully sharded (ZeRO stage 3)", fully_sharded),
+    Technique("tensor parallel", tensor_parallel, theory.why_not_tp),
 ]
 
 
@@ -273,6 +306,9 @@ def tensor_difference(ours: torch.Tensor | None, theirs: torch.Tensor) -> str | 
 
 def show_technique(ranks, technique: Technique, job: Job, reference: Trained, width: int) -> bool:
     """Run one technique, print its row, and say whether it equals serial on every rank."""
+    if reason := technique.why_not(job.config, len(ranks)):
+        print(f"{technique.name:<{width}}  left out: {reason}", flush=True)
+        return True
     try:
         rows = ranks.run(run_and_compare, technique.program, job, reference)
     except RankError as error:
