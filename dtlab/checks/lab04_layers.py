@@ -218,28 +218,21 @@ _LAYERS = (
             "its gradient is 1/t of the right one ({}).", _as_if(bias="share")),
     Mistake("bias gradient added up", "the output is right, but the gradient of the second bias, which every rank has "
             "whole, was added over the ranks ({}).", _as_if(bias="copied")),
-    Mistake("no f", "the output is right, the gradient of x is another one on each rank, of its own part alone ({}). "
-            "What comes before would be trained with it.", _as_if(f=("own", "own"))),
-    Mistake("g reduces again", "the output is right, but the gradient behind the sum, which all have whole, was added "
-            "over the ranks once more ({}).", _as_if(g=("sum", "sum"))),
-    Mistake("no g", "each rank returns its own part of the sum ({}).", _as_if(g=("own", "own"))),
-    Mistake("mean for sum", "a mean over the ranks, where parts of a sum are to be added ({}).",
-            _as_if(g=("mean", "own"))),
+    *lab.exchanged(_as_if),
     Mistake("gathers", "all is right, but what the ranks hold was gathered. Nothing has to be, if the second weight is "
             "cut as the first one's outputs are.", lambda *given: any(
                 called(op)(*given) for op in ("all_gather", "broadcast", "gather"))),
     Mistake("too many calls", "all is right, but one all_reduce forward and one backward do.",
             when(lambda evidence, _: _twice(evidence.case, evidence.recording))),
 )  # fmt: skip
-_FORBIDDEN = ("all_gather", "reduce_scatter", "broadcast", "reduce", "gather")
 
 MLP = Exercise(
     "lab04.3", "two all-reduces, the bias once", ("ParallelMLP",), mlp_cases, layer, layer_spec, budget=(_twice,),
-    forbidden=_FORBIDDEN, references=lab.REFERENCES, minutes=15, mistakes=_LAYERS)  # fmt: skip
+    forbidden=lab.ONLY_ALL_REDUCE, references=lab.REFERENCES, minutes=15, mistakes=_LAYERS)  # fmt: skip
 
 ATTENTION = Exercise(
     "lab04.4", "whole heads of a fused weight", ("ParallelAttention",), attention_cases, layer, layer_spec,
-    budget=(_twice,), forbidden=_FORBIDDEN, references=lab.REFERENCES, minutes=20,
+    budget=(_twice,), forbidden=lab.ONLY_ALL_REDUCE, references=lab.REFERENCES, minutes=20,
     mistakes=(
         Mistake("not refused", "made with 2 heads of 6: {}. 3 ranks cannot share them, though 3 divides the width.",
                 when(lambda evidence, _: evidence.results[0]["refused"])),

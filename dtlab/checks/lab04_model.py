@@ -199,3 +199,17 @@ CUT_OFF = Mistake("cut off from autograd",
     "{}: what a collective writes is no part of the graph. An autograd.Function says what its gradient is.",
     failed("raised", says=r"(does not require grad|not have been used in the graph)[^\n]*"))
 COMMON = (BORROWED, UNAWAITED, STRIDED, LENGTHS, ABSENT, CUT_OFF)
+ONLY_ALL_REDUCE = ("all_gather", "reduce_scatter", "broadcast", "reduce", "gather")  # the others, forbidden
+
+
+def exchanged(as_if):
+    """Mistakes of f and g; ``as_if(f=, g=)`` is a ``seen`` for what comes of other ones."""
+    return (
+        Mistake("no f", "the output is right; the gradient of x is what came through this rank's own part, another one "
+                "on each rank ({}). The loss cannot see it at the first step.", as_if(f=("own", "own"))),
+        Mistake("g reduces again", "the output is right; the gradient behind the sum, which all ranks have whole, was "
+                "added over them once more ({}).", as_if(g=("sum", "sum"))),
+        Mistake("no g", "each rank has its own part of the sum ({}).", as_if(g=("own", "own"))),
+        Mistake("mean for sum", "a mean over the ranks, where parts of a sum are to be added ({}).", lambda *given: (
+            as_if(g=("mean", "own"))(*given) or as_if(f=("own", "mean"))(*given)
+            or as_if(f=("own", "mean"), g=("mean", "own"))(*given))))  # fmt: skip

@@ -127,6 +127,6 @@ def loss(case, expected, evidence):
     """The loss of two tokens on each rank; what was sent."""
     one, recording, allowed = case["tries"][0], evidence.recording, 3 * FLOAT_BYTES * tokens(case)
     of = lambda token: (f"loss of token {token}", lambda its: its[one.name]["loss"].flatten()[token])
-    spent = f"{max(moved(recording, rank) for rank in recording.ranks):,}, where" if recording else "at most"
+    spent = f"{max(moved(recording, rank) for rank in recording.ranks):,}, " if recording else ""
     return _numbers(case, expected, evidence, f"{one}: the last 2 of 32 columns are padding",
-                    [of(0), of(len(one["targets"]) - 1)], f"; bytes to calls: {spent} {allowed}")
+                    [of(0), of(len(one["targets"]) - 1)], f"; bytes to calls: {spent}allowed {allowed}")

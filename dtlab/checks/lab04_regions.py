@@ -82,15 +82,10 @@ def _every(case, rank):
     return case["whole"].index_select(dim, torch.arange(rank, case["whole"].shape[dim], case.world_size))
 
 
-def _halves(case, rank):
-    half = case["whole"].shape[case["dim"]] // 2
-    return case["whole"].split(half, case["dim"])[rank] if rank < 2 else None
-
-
 def _two_only(evidence, _):
-    case = evidence.case
-    return case.world_size > 2 and all(difference(evidence.results[rank]["piece"], _halves(case, rank)) is None
-                                       for rank in range(2))  # fmt: skip
+    case, dim = evidence.case, evidence.case["dim"]
+    half = case["whole"].narrow(dim, 0, case["whole"].shape[dim] // 2)
+    return case.world_size > 2 and difference(evidence.results[0]["piece"], half) is None
 
 
 def _rows(case):
@@ -243,22 +238,15 @@ REGIONS = Exercise(
     "lab04.2", "f and g, as often as you like", ("copy_to_region", "reduce_from_region"), region_cases, regions,
     simulated, budget=(lab.within(lambda case: sum(FLOWS[name][1] for name in case["flows"]),
                        lambda case: sum(FLOWS[name][1] for name in case["flows"]) * case["x"].nbytes),),
-    forbidden=("all_gather", "reduce_scatter", "broadcast", "reduce", "gather"), minutes=20,
+    forbidden=lab.ONLY_ALL_REDUCE, minutes=20,
     mistakes=(
         *lab.COMMON,
         Mistake("f and g swapped", "f adds in forward and g in backward ({}). It is the other way round.",
                 _as_if(f=lab.G, g=lab.F)),
-        Mistake("no f", "the output is right; the gradient of x is what came through this rank's own columns, another "
-                "one on each rank ({}). The loss cannot see it at the first step.", _as_if(f=("own", "own"))),
-        Mistake("g reduces again", "the output is right, and g adds the gradient over the ranks once more, which all "
-                "have whole already ({}).", _as_if(g=("sum", "sum"))),
+        *lab.exchanged(_as_if),
         Mistake("f reduces forward", "f adds x, which every rank has whole, over the ranks ({}).",
                 lambda *given: any(_as_if(f=("sum", way))(*given) for way in ("sum", "own")) and (
                     lab.measured(given[0].results, given[1]))),
-        Mistake("no g", "each rank has its own part of the sum ({}).", _as_if(g=("own", "own"))),
-        Mistake("mean for sum", "a mean over the ranks, where parts of a sum are to be added ({}).",
-                lambda *given: _as_if(g=("mean", "own"))(*given) or _as_if(f=("own", "mean"))(*given)
-                or _as_if(f=("own", "mean"), g=("mean", "own"))(*given)),
         Mistake("two ranks only", "each rank adds its own part and its neighbour's ({}): right on two ranks.",
                 _as_if(f=("own", "pairs"), g=("pairs", "own"))),
         Mistake("writes to its input", "{}: who called still needs it, and autograd may too.",

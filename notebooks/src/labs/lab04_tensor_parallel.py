@@ -65,8 +65,8 @@ ranks.run(adds_columns)
 # %% [markdown]
 # On GPUs NCCL refuses the same. gloo, without dtlab, adds whatever lies in memory there, and says nothing.
 #
-# What does a collective mean to autograd? Each rank has its own factor; the sum of all is differentiated. What should
-# `gradient` be, on each rank?
+# What does a collective mean to autograd? Each rank has its own factor, and three times all of them are added up. What should the gradient of
+# the total be, on each rank, for its own factor?
 
 # %% name="autograd" tags=["given"]
 def gradient_through_a_sum():
