@@ -70,16 +70,19 @@ def refuse_different_models(module, group, **options):
     describe = lambda t: f"{_kind(t)} {list(t.shape)}, {trains(t)}"
     mine = [(f"option {name}", as_text(value)) for name, value in options.items()]
     mine += [(name, describe(t)) for name, t in [*module.named_parameters(), *module.named_buffers()]]
-    models = [None] * dist.get_world_size(group)
-    dist.all_gather_object(models, mine, group=group)
-    nothing, ranks = ("nothing more", ""), dist.get_process_group_ranks(group or dist.group.WORLD)
-    for rank, other in zip(ranks, models):
-        for position in range(max(len(models[0]), len(other))):
-            first, theirs = (m[position] if position < len(m) else nothing for m in (models[0], other))
+    refuse_different_rows(mine, group, "another model or option",
+                          "Build the same model on every rank; only its values may differ")
+
+
+def refuse_different_rows(mine, group, what, cure):
+    """Compare lists of (name, text) over the ranks; on every rank the same error: who has ``what``, and the cure."""
+    every, ranks = [None] * dist.get_world_size(group), dist.get_process_group_ranks(group or dist.group.WORLD)
+    dist.all_gather_object(every, mine, group=group)
+    for rank, other in zip(ranks, every):
+        for first, theirs in itertools.zip_longest(every[0], other, fillvalue=("nothing more", "")):
             if first != theirs:
-                raise ConfigError(f"rank {rank} has another model or option than rank {ranks[0]}. The first: rank "
-                                  f"{ranks[0]} has {' '.join(first)}; rank {rank} has {' '.join(theirs)}. "
-                                  "Build the same model on every rank; only its values may differ")
+                raise ConfigError(f"rank {rank} has {what} than rank {ranks[0]}. The first: rank {ranks[0]} has "
+                                  f"{' '.join(first)}; rank {rank} has {' '.join(theirs)}. {cure}")
 
 
 def at_end_of_pass(method) -> weakref.ref:
