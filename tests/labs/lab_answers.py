@@ -4,6 +4,7 @@ A cell begins with ``# %% lab01.2: what it is`` and defines what the exercise as
 cell belongs to each of them. In a file of wrong answers the title is the name of the mistake that the check must tell,
 with what tells two of one name apart in parentheses.
 """
+import collections
 import random
 import re
 from pathlib import Path
@@ -14,16 +15,19 @@ from dtlab.checks import Answer
 from dtlab.checks.exercise import find, judge
 
 HERE = Path(__file__).parent
+SHORT = 5  # so many wrong answers to an exercise are judged by ``make test``; ``make test-all`` adds the rest
 
 
 def answers(file):
-    """``pytest.param(key, title, source)`` for each cell of a file of answers."""
+    """``pytest.param(key, title, source)`` for each cell of a file of answers; wrong ones past the first few: long."""
     head, *cells = re.split(r"(?m)^# %% ", (HERE / file).read_text(encoding="utf-8"))
-    params = []
+    params, seen = [], collections.Counter()
     for cell in cells:
         title, source = cell.split("\n", 1)
         key, title = title.split(": ", 1)
-        params.append(pytest.param(key, title, f"{head}\n{source}", id=f"{key}, {title}"))
+        seen[key] += 1
+        marks = [pytest.mark.long] if "wrong" in file and seen[key] > SHORT else []
+        params.append(pytest.param(key, title, f"{head}\n{source}", id=f"{key}, {title}", marks=marks))
     return params
 
 
