@@ -31,7 +31,7 @@ print(dtlab.doctor())
 # <details><summary>Lesson 06's conjugate pair: what do copy and reduce do in forward, and in backward?</summary>
 # Copy nothing, then an all-reduce; reduce an all-reduce, then nothing.</details>
 # <details><summary>Why does the cross entropy over a cut vocabulary need the maximum over all ranks?</summary>
-# Exponentials overflow unless it is subtracted, and only with one and the same may their sums be added.</details>
+# Exponentials overflow unless it is subtracted, and sums may be added only with one and the same.</details>
 # <details><summary>A ring all-reduce has two halves. Which?</summary>
 # A reduce-scatter, then an all-gather.</details>
 #
@@ -50,7 +50,7 @@ for tp in (1, 2, 4, 8):
 
 # %% [markdown]
 # Those 80 are $10sbh$ bytes ($s$ tokens, $b$ sequences, $h$ hidden size): inputs of the norms and of the matrices behind them, masks of
-# dropout. However many ranks, they stay.
+# dropout.
 #
 # ## The idea
 #
@@ -110,12 +110,12 @@ enter, leave = conjugate(gathered, summed), conjugate(summed, gathered)
 # First the whole layer in one process, in float64. (No dropout here: masks must differ by rank where tokens are cut.)
 
 # %% name="alone"
-config = GPTConfig(vocab_size=32, seq_length=24, hidden_size=20, num_heads=4, num_layers=2)
+config = GPTConfig(vocab_size=32, seq_length=24, hidden_size=36, num_heads=12, num_layers=2)
 
 def alone():
     torch.manual_seed(0)
     layer = TransformerLayer(config, dtype=torch.float64)
-    x, weights = torch.randn(2, 3, 24, 20, dtype=torch.float64)
+    x, weights = torch.randn(2, 3, 24, 36, dtype=torch.float64)
     y = layer(x.requires_grad_())
     (y * weights).sum().backward()
     for p in (x, *layer.parameters()):
@@ -148,7 +148,7 @@ def cut(layer):
 # ## Run it on ranks
 #
 # A rank's loss is its tokens' part of the loss. Norms and `whole_bias` are the same on every rank, but a rank's gradient of them
-# comes from its tokens. Right is the sum over ranks:
+# comes from its tokens. Right is the sum over ranks. (The matrices see all tokens.)
 
 # %% name="on-ranks"
 def step(sums=True):
@@ -199,11 +199,11 @@ print(*ranks.run(check, sums=False), sep="\n")
 # %% name="calls" tags=["exact"]
 sent = ranks.record(lambda: step() and None).communication().query("rank == 0")
 print(sent[["op", "calls", "wire_bytes"]].to_string(index=False))
-formula = 4 * theory.wire_bytes("all_reduce", 8 * 3 * 24 * 20, WORLD_SIZE)
+formula = 4 * theory.wire_bytes("all_reduce", 8 * 3 * 24 * 36, WORLD_SIZE)
 dtlab.reveal("07.1", f"{sent.wire_bytes[:2].sum():,.0f}; lesson 06: {formula:,.0f}", "equal")
 
 # %% [markdown]
-# Equal: lesson 04's insight again. The six small all-reduces are norms and biases (Megatron sends them as one).
+# Equal. The six small all-reduces are norms and biases (Megatron sends them as one).
 #
 # And memory? One layer at real size, recorded dry as rank 0 of 8: lesson 06's, ours, and `dtlab.parallel`'s. (The first line takes
 # dropout masks of one byte, as on a GPU.)
@@ -237,18 +237,18 @@ for rows, width, heads in ((4, 6144, 64), (1, 4096, 32)):
 print("formula", *(kept(tp_size=8, sequence_parallel=on, **sizes) / MIB for on in (False, True)))
 
 # %% [markdown]
-# By formula 184 and 114 MiB. Ours sends what lesson 06 sends, but autograd keeps
-# the gathered inputs, for the weights' gradients. The library, like the paper, keeps its piece and gathers again in backward, under a matrix
-# product: less memory for a quarter more bytes.
+# Ours sends what lesson 06 sends, but autograd keeps the gathered inputs, for the weights' gradients. The library, like the paper, keeps its
+# piece and gathers again in backward, under a matrix product: the formula's memory, for a quarter more bytes.
 #
-# The paper's Table 4 for 22B: forward 7.7 ms, with sequence parallelism 7.2; with backward 19.6 and 19.0. In both, forward gains
-# more: norms and dropout are shared out, too. (The paper fuses operations that are replayed here one by one.)
+# The paper's Table 4 for 22B: forward 7.7 ms, with sequence parallelism 7.2; with backward 19.6 and 19.0. (It fuses operations that are replayed
+# here one by one.) In both, forward gains: norms and dropout are shared out. In the replay backward loses most of that (at 7.5B more): where
+# *reduce* did nothing, a gather hides under no product.
 #
 # ### Part A in three lines
 #
-# - Between its matrices a layer treats tokens one by one: each rank takes a $t$-th of them.
+# - Outside split regions a layer treats tokens one by one: each rank takes a $t$-th of them.
 # - All-gather in, reduce-scatter out: the bytes of an all-reduce, and all that a layer keeps is cut.
-# - Parameters that are whole get gradients of some tokens only: sum them.
+# - Whole parameters get gradients of some tokens only: sum them.
 #
 # # Part B: context parallelism
 #
@@ -267,11 +267,11 @@ for length in (2048, 16384, 131072):
 # %% [markdown]
 # One sequence of 131,072 tokens does not fit an 80 GB device, and more tensor parallelism would leave the node.
 # **Context parallelism** cuts the sequence *everywhere*: of $S$ tokens a rank of $n$ keeps $S/n$, from embedding to loss.
-# Only attention mixes tokens: a rank's queries need the keys and values of all tokens before them.
+# (On 8 ranks that is 16,384.) Only attention mixes tokens: a rank's queries need the keys and values of all tokens before them.
 #
 # ## Softmax in pieces
 #
-# For a query with scores $s_j$ and values $v_j$ attention gives $\sum_j e^{s_j} v_j / \sum_j e^{s_j}$. Both sums can be added up piece by piece, if one
+# For a query with scores $z_j$ and values $v_j$ attention gives $\sum_j e^{z_j} v_j / \sum_j e^{z_j}$. Both sums can be added up piece by piece, if one
 # and the same maximum is subtracted from all exponents: lesson 06's again. But it is not known before the last piece. So keep a running
 # one, and when it rises from $m$ to $m'$, shrink what is there by $e^{m - m'}$. (The result does not depend on $m$, so it needs no gradient.)
 
@@ -300,7 +300,7 @@ off = sum(parts) / 4 - right
 print(f"off by {off.abs().mean():.2f} on values of {right.abs().mean():.2f}")
 
 # %% [markdown]
-# Then each piece counts a quarter, however large its exponentials. Sums are added; the division comes once, at the end.
+# Then each piece counts a quarter, however large its exponentials. Sums are added; division comes last.
 #
 # ## Ring attention
 #
@@ -319,6 +319,15 @@ pass_on = conjugate(lambda x: message(x, 1), lambda grad: message(grad, -1))
 # %% [markdown]
 # Which tokens does a rank have? A run of them; or, in a **zig-zag**, an early piece and a late one. From positions follows what the causal
 # mask lets through. The own piece comes first: there each query sees something.
+#
+# ```text
+# whose piece, in turn   0   1   2   3       whose are the tokens, from first to last
+#             rank 0     0  (3) (2) (1)
+#             rank 1     1   0  (3) (2)      contiguous   0 0 1 1 2 2 3 3
+#             rank 2     2   1   0  (3)      zig-zag      0 1 2 3 3 2 1 0
+#             rank 3     3   2   1   0
+#                        ( ) contiguous: all is masked
+# ```
 
 # %% name="ring"
 def positions(r, n, layout, size):  # of rank r of n, which has size tokens
@@ -334,12 +343,12 @@ def ring_attention(q, k, v, layout):  # [B, a, S/n, d] each
     return state[2] / state[1]
 
 # %% [markdown]
-# Against one process: output, and gradients of queries, keys and values, contiguous and zig-zag, on each rank. Ours, then the library's:
+# On each rank, contiguous and zig-zag, against one process: output; gradients of q, k and v. Ours, then the library's:
 
 # %% name="check-ring" tags=["exact"]
 def check_attention(attention, layout):
     torch.manual_seed(0)
-    qkv = torch.randn(3, 2, 4, config.seq_length, 5, dtype=torch.float64, requires_grad=True)
+    qkv = torch.randn(3, 2, 12, 24, 5, dtype=torch.float64, requires_grad=True)
     weights = torch.randn_like(qkv[0])
     here = positions(rank, world_size, layout, 24 // world_size)
     y = attention(*qkv[:, :, :, here], layout=layout)
@@ -372,11 +381,11 @@ dtlab.reveal("07.2", f"{4 * max(theory.causal_work(4)):.2f}x")
 
 # %% [markdown]
 # In every turn the ring waits for its slowest rank. The zig-zag's early piece makes up for the late one. (Ours computes what is
-# masked, and throws it away; the library skips it.)
+# masked, too; the library skips it.)
 #
 # ## Ulysses
 #
-# Heads do not mix either. **Ulysses** cuts by heads for the time of attention, with an **all-to-all**: piece number c of rank r
+# Heads do not mix either. **Ulysses** cuts by heads for the time of attention, with an **all-to-all**: piece c of rank r
 # goes to rank c:
 
 # %% name="all-to-all" tags=["exact"]
@@ -388,7 +397,7 @@ def swap():
 print(*ranks.run(swap), sep="\n")
 
 # %% [markdown]
-# Tens say from whom. So with heads and tokens: heads go out, tokens come in. Between two of these stands plain attention:
+# Tens say from whom. Now heads go out, tokens come in; between two of these stands plain attention:
 
 # %% name="ulysses" tags=["exact"]
 def exchanged(x, out, grows):
@@ -405,7 +414,8 @@ def ulysses_attention(q, k, v, layout):  # [B, a, S/n, d] each; between them [B,
 print(ranks.run(check_attention, ulysses_attention, "contiguous"))
 
 # %% [markdown]
-# Level without a zig-zag; but never on more ranks than heads, those of keys and values too.
+# Level without a zig-zag. (Pieces come by rank, so ours must be contiguous; the library sorts.) But not on more ranks than
+# heads, those of keys and values too, unless they are copied, as DeepSpeed does.
 #
 # ## Bytes
 #
@@ -413,7 +423,7 @@ print(ranks.run(check_attention, ulysses_attention, "contiguous"))
 # Ulysses: four tensors there, their gradients back, $8 \frac{n-1}{n} P$.
 
 # %% name="bytes" tags=["exact"]
-P = 8 * 2 * 24 * 20 / WORLD_SIZE
+P = 8 * 2 * 12 * 24 * 5 / WORLD_SIZE
 ring, heads = (WORLD_SIZE - 1) * P, 8 * (WORLD_SIZE - 1) / WORLD_SIZE * P
 for name, attention, formula in (
         ("ring", ring_attention, 4 * ring), ("dtlab's", parallel.ring_attention, 6 * ring),
@@ -423,7 +433,8 @@ for name, attention, formula in (
     print(f"{name:7} {its.results} formula {formula:6,.0f}, recorded {sent:6,.0f}")
 
 # %% [markdown]
-# The ring sends $n/2$ times as much as Ulysses. And why has dtlab's ring 6? For what it keeps. 16,384 tokens on 8 ranks, one layer of 32 heads:
+# The ring sends $n/2$ times as much as Ulysses, but the library sends it under computing. And why has dtlab's ring 6? For what it keeps. 16,384
+# tokens on 8 ranks, one layer of 32 heads:
 
 # %% name="kept-ring" tags=["exact"]
 def at_length(attention):
@@ -435,13 +446,13 @@ for attention in (ring_attention, parallel.ring_attention):
     print(f"{dry_ring.memory().peak_activations[0] / MIB:,.0f} MiB")
 
 # %% [markdown]
-# Autograd keeps every piece that came by, and its weights: $S^2 / n$ numbers a head. Right, and of no use for long sequences. The library
-# keeps q, k, v, the output and $m + \log \sum e^{s_j - m}$; in backward keys and values go round once more, with their gradients.
+# Autograd keeps every piece that came by, and its weights: $S^2 / n$ numbers a head: of no use for long sequences. The library
+# keeps q, k, v, the output and $m + \log \sum e^{z_j - m}$; in backward keys and values go round once more, with their gradients.
 #
 # ## Train
 #
-# For parameters this is *data parallelism*: each rank has all of them, and the gradient of its tokens. So wrap the model in lesson 02's
-# `DistributedDataParallel`:
+# For parameters this is *data parallelism*: each rank has all of them, and its tokens' gradient. All have equally many tokens, of the same
+# sequences, so lesson 02's mean over ranks is right. And the model must know where tokens stand:
 
 # %% name="train" tags=["exact"]
 data = SyntheticLanguage(vocab_size=32).sample(65536, seed=0)
@@ -450,7 +461,7 @@ def train(adapt=None):
     gpt = GPT(config, dtype=torch.float64)
     model = parallel.DistributedDataParallel(adapt(gpt)) if adapt else gpt
     here = positions(rank, world_size, "zigzag", 24 // world_size) if adapt else torch.arange(24)
-    optimizer, losses = torch.optim.SGD(gpt.parameters(), lr=0.1, momentum=0.9), []
+    optimizer, losses = torch.optim.SGD(gpt.parameters(), lr=0.05, momentum=0.9), []
     for step in range(5):
         inputs, targets = batches(data, 24, batch_size=8, seed=0, step=step)
         logits = model(inputs[:, here], positions=here)
@@ -461,7 +472,7 @@ def train(adapt=None):
     return torch.stack(losses).detach(), torch.cat([p.data.flatten() for p in gpt.parameters()])
 
 # %% [markdown]
-# Five steps with our ring and with the library's, against one process: the mean of the losses, and all parameters on each rank:
+# Five steps with our ring and the library's, against one process: mean of the losses; all parameters on each rank:
 
 # %% name="train-equal" tags=["exact"]
 def by_hand(gpt):
@@ -477,15 +488,14 @@ for adapt in (by_hand, parallel.apply_context_parallel):
 # %% [markdown]
 # ## Turn the knobs
 #
-# Switch contiguous to zig-zag: four uneven bars become level. Then take Ulysses, and drag the ranks from 8 to 16: refused, with those that
-# 8 heads of keys and values allow.
+# Switch contiguous to zig-zag: four uneven bars become level. (What a bar lacks to the longest, its rank waits.) Then take Ulysses, and drag the
+# ranks to the end: 8, as many as there are heads of keys and values.
 
 # %% name="explorer" tags=["picture"]
 dtlab.explore.context_parallel()
 
 # %% [markdown]
-# This lesson's rows of the ledger, from the dry recordings of a layer and of attention, whose 16-bit keys and values have 32-bit gradients:
-# $8 (n-1) P$. (*Shipped*: a lesson not yet run here.)
+# This lesson's rows of the ledger, from the dry recordings; 16-bit keys and values have 32-bit gradients: $8 (n-1) P$. (*Shipped*: a lesson not yet run here.)
 
 # %% name="ledger" tags=["timing"]
 formula = theory.wire_bytes("all_gather", 10 * 2 * s * h, 8)  # and norms' gradients:
@@ -497,15 +507,15 @@ dtlab.ledger("07B", dry_ring, 8 * 7 * (2 * h * 2**14 // 8))
 #
 # | here | torch | Megatron-LM | DeepSpeed |
 # |---|---|---|---|
-# | sequence parallelism | `SequenceParallel`, DTensor's `Shard(1)` | `sequence_parallel` | - |
-# | `enter`, `leave` | - | `gather_from_`, `reduce_scatter_to_sequence_parallel_region` | - |
+# | sequence parallelism | `SequenceParallel` | `sequence_parallel` | - |
+# | `enter`, `leave` | DTensor's `Shard(1)` to `Replicate`, `Partial` to `Shard(1)` | `gather_from_`, `reduce_scatter_to_sequence_parallel_region` | - |
 # | sum of norms' gradients | DTensor's `Partial` | `finalize_model_grads` | - |
-# | ring attention | `context_parallel` | `context_parallel_size`, `cp_comm_type` `p2p` | - |
+# | ring attention | `context_parallel`, `set_rotate_method("alltoall")` | `context_parallel_size`, `cp_comm_type` `p2p` | - |
 # | zig-zag | head-tail load balancer | `get_batch_on_this_cp_rank` | - |
 # | Ulysses | - | `cp_comm_type` `a2a` | `DistributedAttention`, `UlyssesSPAttentionHF` |
 #
-# Torch's `context_parallel` has no kernel for CPUs; its parts, called one by one, give our numbers (a test of this course). Left out on purpose: messages
-# under computing (the library has it), dropout of weights, several documents in a sequence.
+# Torch by default gathers all keys and values at once. Its `context_parallel` has no kernel for CPUs; its parts give our numbers.
+# Left out on purpose: dropout of weights, several documents in a sequence.
 #
 # ## Exercises
 #
@@ -524,24 +534,23 @@ try:
     ranks.run(check_attention, ring_attention, "contiguous")
 except dtlab.RankError as error:
     print("2.", type(error).__name__)
-blind = lambda gpt: setattr(gpt, "embed", lambda tokens, positions: GPT.embed(gpt, tokens)) or by_hand(gpt)
+blind, add_piece = lambda gpt: setattr(gpt, "embed", lambda tokens, positions: GPT.embed(gpt, tokens)) or by_hand(gpt), plain
 print("3. losses, right and wrong:", *([round(loss, 4) for loss in torch.stack([its for its, _ in ranks.run(train, adapt)]).mean(0).tolist()] for adapt in (by_hand, blind)))
 
 # %% [markdown]
 # <details><summary>In words</summary>
 #
-# On 2 and 4: keys and values are few, and Ulysses sends all queries. On 8, its most, it sends less. Rank 0, contiguous, sees only its own piece: nothing that
-# came by is in its graph, so it sends no gradients back, and others wait. (In a zig-zag all see something of all.) Without positions each rank believes that it has the
-# beginning: the losses fall as nicely.
+# On 2 and 4: keys and values are few, and Ulysses sends all queries. Rank 0, contiguous, sees only its own piece: nothing that came by is in its
+# graph, so it sends no gradients back, and others wait. Without positions each rank believes that it has the beginning: losses fall as nicely.
 #
 # </details>
 #
 # ## Summary
 #
-# - **Sequence parallelism** cuts tokens where tensor parallelism leaves them whole. All-gather in, reduce-scatter out; norms' gradients are summed.
+# - **Sequence parallelism** cuts tokens where tensor parallelism leaves them whole.
 # - **Context parallelism** cuts the sequence everywhere; for parameters it is data parallelism.
 # - **Ring attention** passes keys and values round, added up by an **online softmax**; a **zig-zag** levels causal work.
 # - **Ulysses** swaps tokens for heads by an **all-to-all**, and back.
 #
-# References: Korthikanti et al. 2022, [arXiv:2205.05198](https://arxiv.org/abs/2205.05198); Liu et al. 2023, Ring attention,
-# [arXiv:2310.01889](https://arxiv.org/abs/2310.01889); Jacobs et al. 2023, DeepSpeed Ulysses, [arXiv:2309.14509](https://arxiv.org/abs/2309.14509).
+# References: Korthikanti et al. 2022, [arXiv:2205.05198](https://arxiv.org/abs/2205.05198); Liu et al. 2023,
+# [arXiv:2310.01889](https://arxiv.org/abs/2310.01889); Jacobs et al. 2023, [arXiv:2309.14509](https://arxiv.org/abs/2309.14509).
