@@ -64,6 +64,11 @@ class GPTConfig:
             raise ConfigError(f"dropout ({self.dropout}) must be at least 0 and below 1")
 
 
+def _has_values(tensor):
+    """Whether it can be looked at: not in a dry recording, nor on the meta device."""
+    return tensor.numel() and not (tensor.is_meta or hasattr(tensor, "fake_mode"))
+
+
 class Attention(nn.Module):
     """Causal self-attention with all heads in two linears.
 
@@ -104,7 +109,7 @@ class Attention(nn.Module):
 
 def written_out_attention(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, dropout: float = 0.0) -> torch.Tensor:
     """Causal attention with the [B, a, S, S] weights in memory: what flash attention avoids. [B, a, S, d] each."""
-    scores = q @ k.transpose(-2, -1) / math.sqrt(q.shape[-1])              # [B, a, S, S]
+    scores = (q @ k.transpose(-2, -1) / math.sqrt(q.shape[-1])).tril_()    # [B, a, S, S]; inf of the future is gone too
     future = torch.full(scores.shape[-2:], float("-inf"), dtype=scores.dtype, device=q.device).triu(1)
     weights = (scores + future).softmax(-1)                                # a sum keeps nothing; masked_fill, the mask
     return F.dropout(weights, dropout) @ v
@@ -162,7 +167,8 @@ class GPT(nn.Module):
         dtype, device: Of all parameters; torch's global defaults are not used.
 
     Raises:
-        ConfigError: a sequence longer than ``config.seq_length``; positions of another number than tokens.
+        ConfigError: a sequence longer than ``config.seq_length``; positions of another number than tokens, or beyond
+            it.
 
     Example:
         >>> model = GPT(GPTConfig(hidden_size=16, num_heads=2, num_layers=1, seq_length=8))
@@ -188,7 +194,7 @@ class GPT(nn.Module):
 
     def _apply(self, fn, recurse=True):
         """What ``to`` and ``to_empty`` call. Subtle: from the meta device each place of a tied weight gets its own."""
-        is_tied = self.output_layer.weight is self.token_embedding.weight
+        is_tied = getattr(self.output_layer, "weight", None) is self.token_embedding.weight  # a head may be Identity
         super()._apply(fn, recurse)
         if is_tied:
             self.output_layer.weight = self.token_embedding.weight
@@ -199,15 +205,21 @@ class GPT(nn.Module):
 
         ``positions`` [S], if given, says of each token where it stands: of a piece that is not in one run.
         """
+        length = self.config.seq_length
         if positions is None:
             end = first_position + tokens.shape[-1]
-            if end > self.config.seq_length:
-                raise ConfigError(f"the sequence is {end} tokens long, but the model has seq_length ("
-                                  f"{self.config.seq_length}): cut it, or make the model with seq_length={end}")
+            if end > length:
+                raise ConfigError(f"the sequence is {end} tokens long, but the model has seq_length ({length}): cut "
+                                  f"it, or make the model with seq_length={end}")
             positions = torch.arange(first_position, end, device=tokens.device)
         elif positions.shape != tokens.shape[-1:]:
             raise ConfigError(f"positions {list(positions.shape)} must have one number for each of the "
                               f"{tokens.shape[-1]} tokens of a sequence: shape [{tokens.shape[-1]}]")
+        elif first_position:
+            raise ConfigError(f"first_position ({first_position}) and positions both say where tokens stand: give one")
+        elif _has_values(positions) and (last := int(positions.max())) >= length:
+            raise ConfigError(f"a token stands at position {last}, but the model has seq_length ({length}), so 0 to "
+                              f"{length - 1}: cut the sequence, or make the model with seq_length={last + 1}")
         return self.dropout(self.token_embedding(tokens) + self.position_embedding(positions))
 
     def head(self, x: torch.Tensor) -> torch.Tensor:

@@ -17,11 +17,11 @@ EMBEDDING_STD = 0.02  # embeddings and the output layer: small logits, so a fres
 
 
 @dataclass(frozen=True)
-class Shard:
+class ParameterShard:
     """How a parameter of which a rank holds a part is cut out of the whole one.
 
-    A module says it by the parameter's name: ``module.parameter_shards = {"weight": Shard((8, 4), take)}``. (Not at the
-    parameter: ``to_empty`` and ``deepcopy`` make new ones, without what was put on the old.)
+    A module says it by the parameter's name: ``module.parameter_shards = {"weight": ParameterShard((8, 4), take)}``.
+    (Not at the parameter: ``to_empty`` and ``deepcopy`` make new ones, without what was put on the old.)
 
     Attributes:
         full_shape: Shape in the serial model.
@@ -71,8 +71,8 @@ def full_parameter(name: str, shape, seed: int, *, dtype: torch.dtype = torch.fl
 def init_by_name(module: nn.Module, seed: int, *, rename=None) -> nn.Module:
     """Fill every parameter of ``module`` in place from (seed, qualified name); returns the module.
 
-    A tied parameter is filled once, under its first name. Parameters on the meta device are left alone. Of a parameter
-    that its module has as a ``Shard`` the whole is drawn and the part kept; all others must have their full shapes.
+    A tied parameter is filled once, under its first name. Parameters on the meta device are left alone. Of one that its
+    module has as a ``ParameterShard`` the whole is drawn and the part kept; all others must have their full shapes.
 
     Args:
         module: Any module.
@@ -93,7 +93,7 @@ def init_by_name(module: nn.Module, seed: int, *, rename=None) -> nn.Module:
         if not parameter.is_meta:
             path, _, leaf = local.rpartition(".")
             shards = getattr(module.get_submodule(path), "parameter_shards", {})
-            shard = shards.get(leaf, Shard(parameter.shape, lambda whole: whole))
+            shard = shards.get(leaf, ParameterShard(parameter.shape, lambda whole: whole))
             parameter.copy_(shard.take(full_parameter(name, shard.full_shape, seed, dtype=parameter.dtype)))
     return module
 

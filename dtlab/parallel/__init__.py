@@ -33,8 +33,9 @@ from dtlab.parallel.mappings import (
 )
 from dtlab.parallel.recompute import recompute
 from dtlab.parallel.tensor_parallel import ParallelAttention, ParallelFeedForward, apply_tensor_parallel
+from dtlab.parallel.tensor_parallel_grads import clip_grad_norm_
 from dtlab.parallel.tensor_parallel_linear import ColumnParallelLinear, RowParallelLinear
-from dtlab.parallel.tensor_parallel_vocab import VocabParallelEmbedding, vocab_parallel_cross_entropy
+from dtlab.parallel.tensor_parallel_vocab import VocabParallelEmbedding, vocab_parallel_cross_entropy, vocab_shard
 from dtlab.parallel.zero import ZeroOptimizer
 
 __all__ = [
@@ -51,6 +52,7 @@ __all__ = [
     "apply_context_parallel",
     "apply_tensor_parallel",
     "chunk_bounds",
+    "clip_grad_norm_",
     "copy_to_tp_region",
     "gather_from_sequence_region",
     "gather_from_tp_region",
@@ -75,4 +77,5 @@ __all__ = [
     "tree_all_reduce",
     "ulysses_attention",
     "vocab_parallel_cross_entropy",
+    "vocab_shard",
 ]

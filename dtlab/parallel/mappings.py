@@ -4,19 +4,22 @@
     x <-reduce-[                                                ]<--copy---- y      backward: the first one talks
 
 A plain ``dist.all_reduce`` is no part of the graph that autograd keeps: the gradient would pass as if it were not
-there. Each function leaves its input as it is, takes any strides, and in a group of one rank does nothing. All ranks of
-the group call together, with tensors of one shape and dtype.
+there. Each function leaves its input as it is, takes any strides, and in a group of one rank does nothing: what comes
+out is not to be changed in place. All ranks of the group call together, with tensors of one shape and dtype.
 
 Letters: t ranks of the group, N bytes of the larger of the two tensors (input, output); a collective is named with its
 bytes for each rank on a ring. B batch_size, S seq_length, h hidden_size.
 """
 import contextlib
+import weakref
 
 import torch
 import torch.distributed as dist
 
-from dtlab.parallel.shared import all_gather_single, is_dry, place_in, reduce_scatter_single
+from dtlab.parallel.shared import all_gather_single, is_dry, place_in, reduce_scatter_single, refuse_different_rows
 from dtlab.validate import divisible
+
+_SEEDED_ALIKE = weakref.WeakSet()  # groups
 
 
 def copy_to_tp_region(x: torch.Tensor, group=None) -> torch.Tensor:
@@ -224,10 +227,10 @@ def split_region_rng(group=None):
     and the rank's place in the group seed the default generators, of the CPU and of the current GPU, until the end of
     the block; then they go on where they were. There is no other state: what saves and restores torch's generators
     (``recompute``, a checkpoint) restores these streams too. In a group of one rank, and in a dry recording, nothing is
-    done.
+    done. The ranks of a group come here together, and compare the number the first time.
 
     Raises:
-        ConfigError: this rank is not in the group.
+        ConfigError: this rank is not in the group; on every rank: the first number is another on some.
 
     Example: of a tensor that is split by columns, each rank drops others
         >>> with split_region_rng(group):                                                  # doctest: +SKIP
@@ -240,7 +243,13 @@ def split_region_rng(group=None):
         yield
         return
     gpus = [torch.cuda.current_device()] if torch.cuda.is_initialized() else []
-    seed = int(torch.randint(2**62, (), device="cpu")) + rank
+    seed = int(torch.randint(2**62, (), device="cpu"))
+    if (key := group or dist.group.WORLD) not in _SEEDED_ALIKE:
+        refuse_different_rows([("random number", str(seed))], group, "another state of torch's default generator",
+                              "What is outside of split regions needs the same: torch.manual_seed(number), with one "
+                              "number for all ranks of the tensor-parallel group")
+        _SEEDED_ALIKE.add(key)
+    seed += rank
     with torch.random.fork_rng(gpus):
         torch.default_generator.manual_seed(seed)
         if gpus:

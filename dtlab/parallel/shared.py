@@ -1,5 +1,6 @@
 """What techniques share: the place in a group, tensors that travel together in one flat buffer, and shards of such."""
 import collections
+import copy
 import functools
 import itertools
 import math
@@ -57,17 +58,33 @@ def refuse_what_is_no_model(module):
                               "(expand?): register its .clone()")
 
 
+def refuse_group_of_parts(module, group):
+    """Raise ConfigError if ranks of the group have other parts of the module: values and gradients would be mixed."""
+    ranks = lambda group: dist.get_process_group_ranks(group or dist.group.WORLD)
+    for part in module.modules():
+        if hasattr(part, "parameter_shards") and len(set(ranks(part.group)) & set(ranks(group))) > 1:
+            raise ConfigError(f"the module is tensor-parallel over ranks {ranks(part.group)}, and this group has ranks "
+                              f"{ranks(group)}: they may share one rank only. Give group= of the ranks that hold the "
+                              "same part")
+
+
 def as_text(value) -> str:
     """The same on every rank if the value is: without addresses."""
     return re.sub(" at 0x[0-9a-f]+", "", str(value))
 
 
+def kind_of(tensor: torch.Tensor) -> str:
+    """Name of its dtype, as messages have it: ``float32``."""
+    return str(tensor.dtype).removeprefix("torch.")
+
+
 def refuse_different_models(module, group, **options):
     """Compare options, names, shapes, dtypes and requires_grad over the ranks; on every rank the same error."""
+    refuse_group_of_parts(module, group)
     if is_dry(group):
         return
     trains = lambda t: "trainable" if t.requires_grad else "not trainable"
-    describe = lambda t: f"{_kind(t)} {list(t.shape)}, {trains(t)}"
+    describe = lambda t: f"{kind_of(t)} {list(t.shape)}{' on meta' if t.is_meta else ''}, {trains(t)}"
     mine = [(f"option {name}", as_text(value)) for name, value in options.items()]
     mine += [(name, describe(t)) for name, t in [*module.named_parameters(), *module.named_buffers()]]
     refuse_different_rows(mine, group, "another model or option",
@@ -94,6 +111,16 @@ def at_end_of_pass(method) -> weakref.ref:
     finish = functools.partial(method)
     torch.autograd.Variable._execution_engine.queue_callback(finish)
     return weakref.ref(finish)
+
+
+class KeepsGroup:
+    """Of a module whose ``group`` is a process group: ``copy.deepcopy`` makes one that talks to the same ranks."""
+
+    def __deepcopy__(self, memo):
+        memo[id(self.group)] = self.group  # it cannot be copied
+        memo[id(self)] = new = type(self).__new__(type(self))
+        new.__dict__.update(copy.deepcopy(self.__dict__, memo))
+        return new
 
 
 class Bucket:
@@ -310,11 +337,11 @@ class ShardedState(dict):
         mine = shard.detach()[: max(0, min(shards.shard_numel, shards.numel - start))]  # the last ranks may have none
         self[key] = DTensor.from_local(mine, mesh, [Shard(0)], run_check=False, shape=(shards.numel,), stride=(1,))
         pieces = ", ".join(f"{name} {list(shape)}" for name, shape in zip(shards.names, shards.shapes))
-        self.layout[key] = f"{_kind(shard)} {shards.numel}: {pieces}"
+        self.layout[key] = f"{kind_of(shard)} {shards.numel}: {pieces}"
 
     def add_whole(self, key: str, tensor: torch.Tensor):
         """Add a tensor that is the same on every rank: a step counter, a buffer."""
-        self[key], self.layout[key] = tensor.detach(), f"{_kind(tensor)} {list(tensor.shape)}"
+        self[key], self.layout[key] = tensor.detach(), f"{kind_of(tensor)} {list(tensor.shape)}"
 
     def add_states(self, key: str, optimizer: torch.optim.Optimizer, parameter: torch.Tensor, shards: FlatShards):
         """Add an optimizer's states of ``parameter``, a shard; before its first step such as it will have.
@@ -360,7 +387,3 @@ def _states_to_load_into(optimizer, parameter):
         return optimizer.state[zeros]
     finally:
         optimizer.param_groups, optimizer.state = kept
-
-
-def _kind(tensor):
-    return str(tensor.dtype).removeprefix("torch.")

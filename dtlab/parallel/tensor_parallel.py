@@ -1,7 +1,7 @@
 """Tensor parallel: every matrix of a layer is cut over the ranks of a group, first by columns, then by rows.
 
-    x ──f──▶ x A_r ──▶ attention or GELU ──▶ · B_r ──g──▶ y        f: nothing forward, all_reduce backward
-             columns   heads, or columns     rows                 g: all_reduce forward, nothing backward
+    x -f-> x A_r -> attention or GELU -> . B_r -g-> y        f: nothing forward, all_reduce backward
+           columns  heads, or columns    rows                g: all_reduce forward, nothing backward
 
 With sequence parallelism LayerNorms, dropouts and residuals work on S/t tokens: f gathers them (backward:
 reduce_scatter), g is a reduce_scatter (backward: all_gather). What a rank holds, of t, with r its place:
@@ -31,6 +31,7 @@ from dtlab.parallel.mappings import (
     split_region_rng,
 )
 from dtlab.parallel.shared import (
+    KeepsGroup,
     broadcast_tensors,
     is_dry,
     place_in,
@@ -46,10 +47,10 @@ __all__ = ["ColumnParallelLinear", "ParallelAttention", "ParallelFeedForward", "
            "VocabParallelEmbedding", "apply_tensor_parallel", "clip_grad_norm_", "copy_to_tp_region",
            "gather_from_sequence_region", "gather_from_tp_region", "reduce_from_tp_region",
            "reduce_scatter_to_sequence_region", "scatter_to_sequence_region", "scatter_to_tp_region",
-           "split_region_rng", "vocab_parallel_cross_entropy"]
+           "split_region_rng", "vocab_parallel_cross_entropy", "vocab_shard"]
 
 
-class ParallelAttention(Attention):
+class ParallelAttention(KeepsGroup, Attention):
     """``Attention`` with a/t heads on each rank, whole ones, with their own keys and values.
 
     With fewer kv heads than ranks t/k ranks have each of them, a copy each; its gradient is summed.
@@ -164,17 +165,19 @@ def apply_tensor_parallel(model: GPT, *, group=None, sequence_parallel: bool = F
 
     Names of parameters stay, so that ``state_dict`` has the serial keys, with this rank's parts. All ranks of the group
     give it the same tokens. ``model(tokens)`` gives [B, S, ceil(V/t)]: this rank's columns of the logits, for
-    ``vocab_parallel_cross_entropy(logits, targets, vocab_size=config.vocab_size, ...)``.
+    ``vocab_parallel_cross_entropy(logits, targets, vocab_size=config.vocab_size, ...)``. (Whole ones are
+    ``gather_from_tp_region(logits)[..., :vocab_size]``: what follows is padding.)
 
     Communication of a layer, B S h elements each: two all_reduces forward and two backward; with ``sequence_parallel``
-    two all_gathers and two reduce_scatters forward, and backward two more all_gathers. Beside them the embedding, the
-    output layer and the loss; and once in a backward pass, one for each dtype, an all_reduce of the gradients of which
-    each rank has a part: of LayerNorms and row-parallel biases with ``sequence_parallel``, of shared kv heads.
+    two all_gathers and two reduce_scatters forward, the same backward, and two more all_gathers there. Beside them the
+    embedding, the output layer and the loss; and once in a backward pass, one for each dtype, an all_reduce of the
+    gradients of which each rank has a part: of LayerNorms and row-parallel biases with ``sequence_parallel``, of shared
+    kv heads.
 
     Args:
         model: The same on every rank; it starts with the values of the group's first rank. It may be on the meta
             device, which no rank has to hold whole: then ``model.to_empty(device=...)`` and ``init_by_name(model,
-            seed)`` give the parts of what a serial model starts with.
+            seed)`` give the parts of what a serial model starts with. ``copy.deepcopy`` of the result has its group.
         group: The ranks that have a part each; None for all.
         sequence_parallel: LayerNorms, dropouts and residuals work on S/t tokens.
         async_grad_all_reduce: As for ``ColumnParallelLinear``.
@@ -187,9 +190,13 @@ def apply_tensor_parallel(model: GPT, *, group=None, sequence_parallel: bool = F
 
     Make the optimizer afterwards, and seed the default generators of all ranks alike: dropout outside of split regions
     must draw the same masks. Gradient clipping: ``clip_grad_norm_`` of this module, as torch's does not know which
-    parameters are parts. Over this, DistributedDataParallel may average over other ranks (``group=``).
+    parameters are parts. Over this, dtlab's DistributedDataParallel or torch's may average over other ranks (their
+    ``group=`` or ``process_group=``).
 
-    Not here: hooks on what is replaced (attention, MLP, embedding, output layer): register them afterwards.
+    Not here: hooks on what is replaced (attention, MLP, embedding, output layer): register them afterwards. Parameters
+    of your own, put in afterwards: with ``sequence_parallel`` each rank has a part of their gradient
+    (``sum_gradients``). A comparison of tokens: only the loss compares, its targets. A reduce_scatter after the
+    embedding, as in Megatron-core: it is an all_reduce with ``sequence_parallel`` too, of twice the bytes.
 
     Source: Shoeybi et al. 2019, arXiv:1909.08053, section 3; Korthikanti et al. 2022, arXiv:2205.05198, section 4.2.2.
     """
@@ -217,15 +224,28 @@ def _refuse_what_is_no_gpt(model):
     if not isinstance(model, GPT):
         raise ConfigError(f"model is of type {type(model).__name__}: give a dtlab.models.GPT, or build another model "
                           "of ColumnParallelLinear, RowParallelLinear and VocabParallelEmbedding")
-    parts = {"token_embedding": nn.Embedding, "output_layer": nn.Linear}
-    for i in range(len(model.layers)):
-        parts |= {f"layers.{i}.self_attention": Attention, f"layers.{i}.mlp": FeedForward}
-    for name, kind in parts.items():
-        part = model.get_submodule(name)
-        if type(part) is not kind or "attend" in vars(part):  # the latter by apply_context_parallel
-            raise ConfigError(f"{name} is a {type(part).__name__}, not a plain {kind.__name__}: the model is parallel "
-                              "already, or was changed. Give one as GPT(config) makes it; apply_context_parallel comes "
-                              "afterwards")
+    found, plain = _parts(model), _parts(GPT(model.config, device="meta"))
+    for name in [*plain, *found]:
+        if found.get(name) != plain.get(name):
+            raise ConfigError(f"{name} is {found.get(name, 'missing')}, not {plain.get(name, 'there')} as in a plain "
+                              "GPT(config): the model is parallel already, or was changed. apply_context_parallel, and "
+                              "what else is to be changed, comes afterwards")
+
+
+def _parts(model):
+    """Name -> what it is, of all modules, parameters and buffers; of a tied one where else it is."""
+    parts, first = {}, {}
+    for name, module in list(model.named_modules(remove_duplicate=False))[1:]:
+        kind = type(module)
+        is_known = kind.__module__.startswith(("torch.nn.modules.", "dtlab."))
+        parts[name] = f"a {'' if is_known else kind.__module__ + '.'}{kind.__name__}"
+        if "attend" in vars(module):
+            parts[name] += " of apply_context_parallel"
+    for name, tensor in [*model.named_parameters(remove_duplicate=False), *model.named_buffers()]:
+        parts[name] = f"{list(tensor.shape)}"
+        if name != "output_layer.weight" and first.setdefault(id(tensor), name) != name:
+            parts[name] += f" and {first[id(tensor)]} too"
+    return parts
 
 
 def _cut_vocabulary(model, rows, make):
@@ -265,7 +285,9 @@ def _cut_sequence(model, group, size):
 
 
 def _refuse_length(config, size, _embedding, inputs):
-    length = inputs[0].shape[-1]
+    if inputs[0].dim() != 2:
+        raise ConfigError(f"tokens {list(inputs[0].shape)} must be [batch, sequence]: sequence_parallel cuts dim 1")
+    length = inputs[0].shape[1]
     if length % size:
         near = [str(n) for n in (length // size * size, length // size * size + size) if 0 < n <= config.seq_length]
         cures = [f"sequences of {' or '.join(near)} tokens"] if near else []
@@ -274,7 +296,7 @@ def _refuse_length(config, size, _embedding, inputs):
                           f"needs: use {', or '.join(cures)}")
 
 
-class _SplitDropout(nn.Dropout):
+class _SplitDropout(KeepsGroup, nn.Dropout):
     """Dropout of this rank's tokens, with masks of its own; ``scatters``: of [B, S, h] that all ranks have."""
 
     def __init__(self, p: float, *, group=None, scatters: bool = False):

@@ -16,7 +16,7 @@ import torch.nn.functional as F
 from torch import nn
 
 from dtlab.errors import ConfigError
-from dtlab.models.init import Shard, init_by_name
+from dtlab.models.init import ParameterShard, init_by_name
 from dtlab.parallel.mappings import (
     gather_from_tp_region,
     reduce_from_tp_region,
@@ -25,11 +25,11 @@ from dtlab.parallel.mappings import (
     start_all_gather,
     start_reduce_scatter,
 )
-from dtlab.parallel.shared import place_in
+from dtlab.parallel.shared import KeepsGroup, kind_of, place_in
 from dtlab.validate import at_least, divisible
 
 
-class ColumnParallelLinear(nn.Module):
+class ColumnParallelLinear(KeepsGroup, nn.Module):
     """y = x A + b with the columns of A over the ranks: this rank has some of y's columns, and all of x.
 
     In backward the gradient of x is summed over the ranks while the weight's is computed. No ``copy_to_tp_region`` is
@@ -47,7 +47,8 @@ class ColumnParallelLinear(nn.Module):
             seed)``, whatever t is.
         dtype, device: Of the parameters.
         shard: Which columns are this rank's: a function from rows of the whole (of ``weight``, or elements of ``bias``)
-            to the rank's, in any number and with repeats or zeros if need be; None takes the rank's run of out / t.
+            to the rank's, in any number and with repeats or zeros if need be; None takes the rank's run of out / t. Of
+            rows that several ranks have each gets a part of the gradient: their sum is up to you.
 
     Shapes on one rank:
         x      [.., in]; with ``sequence_parallel`` [B, S/t, in]
@@ -80,7 +81,7 @@ class ColumnParallelLinear(nn.Module):
             divisible("out_features", out_features, "tp_size", self.tp_size)
             shard = functools.partial(_part, dim=0, rank=rank, size=self.tp_size)
         shapes = {"weight": (out_features, in_features), "bias": (out_features,)}
-        self.parameter_shards = {name: Shard(shape, shard) for name, shape in shapes.items()}
+        self.parameter_shards = {name: ParameterShard(shape, shard) for name, shape in shapes.items()}
         _make_parameters(self, bias, seed, dtype=dtype, device=device)
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
@@ -118,23 +119,24 @@ class _ColumnLinear(torch.autograd.Function):
         (x, weight), (group, sequence_parallel, overlap) = ctx.saved_tensors, ctx.how
         for_x, for_weight, for_bias = ctx.needs_input_grad[:3]
         whole, summed, weight_grad = lambda: x, lambda: None, None
-        if for_weight and sequence_parallel:
-            whole = _under_way(start_all_gather(x, group, 1), overlap)
-        if for_x:
-            x_grad = grad @ weight  # [.., out/t] @ [out/t, in] -> [.., in]
-            start = start_reduce_scatter if sequence_parallel else _start_all_reduce
-            summed = _under_way(start(x_grad, group, 1), overlap)
-        rows = grad.reshape(-1, grad.shape[-1])
-        if for_weight:
-            weight_grad = rows.T @ whole().reshape(-1, x.shape[-1])  # [out/t, N] @ [N, in]
-        bias_grad = rows.sum(0) if for_bias else None
-        return summed(), weight_grad, bias_grad, None, None, None
+        with torch.autocast(grad.device.type, enabled=False):  # in forward's dtype, wherever backward() is called
+            if for_weight and sequence_parallel:
+                whole = _under_way(start_all_gather(x, group, 1), overlap)
+            if for_x:
+                x_grad = grad @ weight  # [.., out/t] @ [out/t, in] -> [.., in]
+                start = start_reduce_scatter if sequence_parallel else _start_all_reduce
+                summed = _under_way(start(x_grad, group, 1), overlap)
+            rows = grad.reshape(-1, grad.shape[-1])
+            if for_weight:
+                weight_grad = rows.T @ whole().reshape(-1, x.shape[-1])  # [out/t, BS] @ [BS, in]
+            bias_grad = rows.sum(0) if for_bias else None
+            return summed(), weight_grad, bias_grad, None, None, None
 
 
 def _start_all_reduce(x, group, _dim):
     """Begin an all_reduce of a tensor that is nobody else's; returns a function that waits for it and gives the sum."""
     x = x.contiguous()
-    work = dist.all_reduce(x, group=group, async_op=True)  # all_reduce, 2 (t-1)/t N*in
+    work = dist.all_reduce(x, group=group, async_op=True)  # all_reduce, 2 (t-1)/t BS*in*itemsize
 
     def finish():
         work.wait()
@@ -151,7 +153,7 @@ def _under_way(finish, overlap):
     return lambda: result
 
 
-class RowParallelLinear(nn.Module):
+class RowParallelLinear(KeepsGroup, nn.Module):
     """y = x A + b with the rows of A over the ranks: this rank has some of x's columns, and all of y.
 
     The ranks' products are summed, then the bias is added, once: added before, it would count t times.
@@ -190,7 +192,7 @@ class RowParallelLinear(nn.Module):
         self.input_is_parallel, self.sequence_parallel = input_is_parallel, sequence_parallel
         divisible("in_features", in_features, "tp_size", self.tp_size)
         columns = functools.partial(_part, dim=1, rank=rank, size=self.tp_size)
-        self.parameter_shards = {"weight": Shard((out_features, in_features), columns)}
+        self.parameter_shards = {"weight": ParameterShard((out_features, in_features), columns)}
         _make_parameters(self, bias, seed, dtype=dtype, device=device)
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
@@ -239,13 +241,9 @@ def _as_autocast_does(*tensors):
 def _refuse_other_input(x, weight, width, sequence_parallel):
     """Raise ConfigError before this rank computes what the others' tensors do not fit, or sends it."""
     if x.shape[-1:] != (width,) or x.dtype != weight.dtype:
-        raise ConfigError(f"x {list(x.shape)}, {_kind(x)}, must be [.., {width}], {_kind(weight)} as the weight is")
+        raise ConfigError(f"x {list(x.shape)}, {kind_of(x)}, must be [.., {width}], {kind_of(weight)} as the weight is")
     if sequence_parallel and x.dim() != 3:
         raise ConfigError(f"x {list(x.shape)} must be [batch, sequence, {width}]: sequence_parallel=True cuts dim 1")
-
-
-def _kind(tensor):
-    return str(tensor.dtype).removeprefix("torch.")
 
 
 def _sizes(layer):

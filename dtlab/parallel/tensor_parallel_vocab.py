@@ -11,11 +11,12 @@ import torch.nn.functional as F
 from torch import nn
 
 from dtlab.errors import ConfigError
-from dtlab.models.init import Shard, init_by_name
+from dtlab.models.init import ParameterShard, init_by_name
 from dtlab.parallel.mappings import reduce_from_tp_region
-from dtlab.parallel.shared import is_dry, place_in
+from dtlab.parallel.shared import KeepsGroup, is_dry, place_in
 from dtlab.validate import at_least, one_of
 
+_REDUCTIONS = "sum", "mean", "none"
 _IGNORED = -100  # a target that does not count, as in torch's cross_entropy
 
 
@@ -41,7 +42,7 @@ def _take_rows(whole, start, rows):
     return torch.cat([mine, mine.new_zeros(rows - len(mine), *whole.shape[1:])])
 
 
-class VocabParallelEmbedding(nn.Module):
+class VocabParallelEmbedding(KeepsGroup, nn.Module):
     """Rows of the embedding of h numbers for each token, over the ranks: each looks up the tokens that it has.
 
     A rank has zeros for the others' tokens, and the ranks' results are summed.
@@ -62,7 +63,9 @@ class VocabParallelEmbedding(nn.Module):
 
     Raises:
         ConfigError: a size below 1, V below t; this rank is not in the group; in forward: a token that is not in
-            0 .. V - 1.
+            0 .. V - 1 (looked for in each call: a GPU is waited for).
+
+    Not here: a look at the other ranks' tokens; ``vocab_parallel_cross_entropy`` compares the targets.
 
     Source: Shoeybi et al. 2019, arXiv:1909.08053, section 3.
     """
@@ -72,14 +75,15 @@ class VocabParallelEmbedding(nn.Module):
         super().__init__()
         shape = vocab_size, at_least("hidden_size", hidden_size, 1)
         self.vocab_size, self.hidden_size, self.group = *shape, group
-        self.parameter_shards = {"weight": Shard(shape, vocab_shard(vocab_size, group))}
+        self.parameter_shards = {"weight": ParameterShard(shape, vocab_shard(vocab_size, group))}
         self.first_token, num_rows = (self.parameter_shards["weight"].take.keywords[key] for key in ("start", "rows"))
         self.weight = nn.Parameter(torch.empty(num_rows, hidden_size, dtype=dtype, device=device))
         init_by_name(self, seed)
 
     def forward(self, tokens: torch.Tensor) -> torch.Tensor:
         """[..] -> [.., h]."""
-        _refuse_other_ids("tokens", tokens, (tokens < 0) | (tokens >= self.vocab_size), self.vocab_size, self.group)
+        if not is_dry(self.group):
+            _refuse_other_ids("tokens", tokens, (tokens < 0) | (tokens >= self.vocab_size), self.vocab_size)
         mine, is_mine = _of_this_rank(tokens, self.first_token, len(self.weight))
         y = F.embedding(mine, self.weight).masked_fill(~is_mine.unsqueeze(-1), 0)
         return reduce_from_tp_region(y, self.group)
@@ -96,9 +100,9 @@ def _of_this_rank(ids, first, rows):
     return mine.masked_fill(~is_mine, 0), is_mine
 
 
-def _refuse_other_ids(name, ids, is_wrong, vocab_size, group):
+def _refuse_other_ids(name, ids, is_wrong, vocab_size):
     """Raise ConfigError on every rank, as all have the same ids; each alone would take them for another rank's."""
-    if not is_dry(group) and is_wrong.any():
+    if is_wrong.any():
         first = tuple(is_wrong.nonzero()[0].tolist())
         raise ConfigError(f"{name}{list(first)} is {ids[first].item()}, which is no token: they are 0 to "
                           f"{vocab_size - 1} (vocab_size {vocab_size})")
@@ -121,40 +125,38 @@ def vocab_parallel_cross_entropy(logits: torch.Tensor, targets: torch.Tensor, *,
     Returns:
         A scalar, or [..] for "none"; the same on every rank.
 
-    Communication, N tokens: forward three all_reduces of N numbers; backward nothing. Kept for backward: the softmax
-    [.., r].
+    Communication: forward three all_reduces of one number a token, the first with two more, which tell whether all
+    ranks have the same targets; backward nothing. Kept for backward: the softmax [.., r].
 
     Raises:
-        ConfigError: unknown ``reduction``; shapes that do not fit; V below t; a target that is not in 0 .. V - 1; this
-            rank is not in the group.
+        ConfigError: unknown ``reduction``; shapes that do not fit; V below t; this rank is not in the group; on every
+            rank: targets, ``vocab_size`` or ``reduction`` that differ between ranks; a target that is not in
+            0 .. V - 1. (A GPU is waited for, once.)
 
     Source: Shoeybi et al. 2019, arXiv:1909.08053, section 3 (logits fused with the loss).
     """
-    one_of("reduction", reduction, ("sum", "mean", "none"))
+    one_of("reduction", reduction, _REDUCTIONS)
     rows = vocab_shard(vocab_size, group).keywords["rows"]
     if logits.shape != (*targets.shape, rows):
         raise ConfigError(f"logits {list(logits.shape)} must be {[*targets.shape, rows]} for targets "
                           f"{list(targets.shape)}: a rank has {rows} columns of vocab_size ({vocab_size})")
-    counts = targets != _IGNORED
-    wrong = counts & ((targets < 0) | (targets >= vocab_size))
-    _refuse_other_ids("targets", targets, wrong, vocab_size, group)
-    losses = _CrossEntropy.apply(logits, targets, vocab_size, group)
+    losses = _CrossEntropy.apply(logits, targets, vocab_size, group, reduction)
     if reduction == "none":
         return losses
-    return losses.sum() if reduction == "sum" else losses.sum() / counts.sum()
+    return losses.sum() if reduction == "sum" else losses.sum() / (targets != _IGNORED).sum()
 
 
 class _CrossEntropy(torch.autograd.Function):
     """The loss of each token, from this rank's columns of the logits."""
 
     @staticmethod
-    def forward(ctx, logits, targets, vocab_size, group):
+    def forward(ctx, logits, targets, vocab_size, group, reduction):
         """[.., r] -> [..]; one buffer [.., r] holds logits, then exponentials, then probabilities."""
         ctx.dtype, ctx.first = logits.dtype, place_in(group)[0] * logits.shape[-1]
         dtype = torch.promote_types(logits.dtype, torch.float32)
         buffer = logits.to(dtype, copy=True, memory_format=torch.contiguous_format)
         buffer[..., max(vocab_size - ctx.first, 0) :] = float("-inf")  # padding
-        largest = _all_reduce(buffer.amax(-1), dist.ReduceOp.MAX, group)
+        largest = _largest(buffer.amax(-1), targets, vocab_size, group, reduction)
         buffer -= largest.unsqueeze(-1)  # no exponential overflows
         mine, is_mine = _of_this_rank(targets, ctx.first, logits.shape[-1])
         target_logit = buffer.gather(-1, mine.unsqueeze(-1)).squeeze(-1).masked_fill(~is_mine, 0)
@@ -173,7 +175,29 @@ class _CrossEntropy(torch.autograd.Function):
         mine, is_mine = (t.unsqueeze(-1) for t in _of_this_rank(targets, ctx.first, softmax.shape[-1]))
         logits_grad = softmax * grad
         logits_grad.scatter_add_(-1, mine, -grad.masked_fill(~is_mine, 0))
-        return logits_grad.to(ctx.dtype), None, None, None
+        return logits_grad.to(ctx.dtype), None, None, None, None
+
+
+def _largest(numbers, targets, vocab_size, group, reduction):
+    """The largest over the ranks, in place, of one number a token; ids that do not fit are refused on every rank.
+
+    Two numbers go along, s and -s: their largest add up to 0 if s, a sum over targets and options, is the same on all.
+    """
+    flat = targets.flatten().long()
+    weights = (torch.arange(1, flat.numel() + 1, device=flat.device) * 0x9E3779B1).remainder(2**31 - 1)
+    options = len(_REDUCTIONS) * vocab_size + _REDUCTIONS.index(reduction)
+    total = ((flat * weights).sum() + options).remainder(2**24 - 3).to(numbers.dtype)  # float32 has it exactly
+    sent = _all_reduce(torch.cat([numbers.flatten(), total.view(1), -total.view(1)]), dist.ReduceOp.MAX, group)
+    if not is_dry(group):
+        wrong = (targets != _IGNORED) & ((targets < 0) | (targets >= vocab_size))
+        is_other, is_wrong = torch.stack([sent[-2:].sum(), wrong.any()]).tolist()
+        if is_other:
+            raise ConfigError("targets, vocab_size or reduction differ between the ranks of the tensor-parallel group, "
+                              "which compute one loss together: give all of them the same batch. A sampler takes the "
+                              "rank among the data-parallel ranks, not among all")
+        if is_wrong:
+            _refuse_other_ids("targets", targets, wrong, vocab_size)
+    return sent[:-2].view(numbers.shape)
 
 
 def _all_reduce(numbers, op, group):

@@ -9,7 +9,7 @@ import torch
 from torch import nn
 
 from dtlab.errors import ConfigError
-from dtlab.models import GPT, MLP, GPTConfig, Shard, full_parameter, init_by_name, num_params
+from dtlab.models import GPT, MLP, GPTConfig, ParameterShard, full_parameter, init_by_name, num_params
 
 SMALL = GPTConfig(vocab_size=32, seq_length=8, hidden_size=24, num_layers=4, num_heads=4)
 
@@ -35,7 +35,7 @@ class Lower(nn.Module):
     def __init__(self):
         super().__init__()
         self.weight, self.bias = nn.Parameter(torch.empty(2, 3)), nn.Parameter(torch.empty(4))
-        self.parameter_shards = {"weight": Shard((4, 3), lambda whole: whole[2:])}
+        self.parameter_shards = {"weight": ParameterShard((4, 3), lambda whole: whole[2:])}
 
 
 def test_a_module_says_how_its_parameters_are_cut_and_copies_of_it_still_do():
@@ -49,7 +49,7 @@ def test_a_module_says_how_its_parameters_are_cut_and_copies_of_it_still_do():
 
 def test_a_part_of_another_shape_is_an_error():
     part = Lower()
-    part.parameter_shards["weight"] = Shard((4, 3), lambda whole: whole[1:])
+    part.parameter_shards["weight"] = ParameterShard((4, 3), lambda whole: whole[1:])
     with pytest.raises(RuntimeError, match="must match"):
         init_by_name(part, 3)
 

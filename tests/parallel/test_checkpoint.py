@@ -8,27 +8,15 @@ import signal
 import pytest
 import torch
 import torch.distributed as dist
+from live_ranks import pool
 from torch import nn
 
-import dtlab
 from dtlab.errors import ConfigError, RankError
 from dtlab.parallel.checkpoint import load_checkpoint, save_checkpoint
 from dtlab.parallel.zero import ZeroOptimizer
 
 close = functools.partial(torch.testing.assert_close, rtol=1e-10, atol=1e-12)
 NUM_ROWS = 12
-
-
-def pool(num_ranks):
-    live = dtlab.current_ranks()
-    return live if live is not None and live.size == num_ranks else dtlab.launch(num_ranks)
-
-
-@pytest.fixture(scope="module", autouse=True)
-def _shut_down():
-    yield
-    if dtlab.current_ranks():
-        dtlab.current_ranks().shutdown()
 
 
 class Net(nn.Module):

@@ -10,6 +10,7 @@ from pathlib import Path
 import pytest
 import torch
 import torch.distributed as dist
+from live_ranks import pool
 
 import dtlab
 from dtlab.errors import ConfigError, GuardError, HangError, RankError
@@ -29,19 +30,6 @@ from dtlab.theory import busiest_rank_bytes, wire_bytes
 ALL_REDUCES = [ring_all_reduce, naive_all_reduce, tree_all_reduce, halving_doubling_all_reduce]
 ROOT = Path(__file__).resolve().parents[2]
 LENGTHS = [0, 1, 7, 8, 1000]
-
-
-def pool(num_ranks):
-    """Guarded ranks, so that a false alarm fails a test: those that live, or new ones."""
-    live = dtlab.current_ranks()
-    return live if live is not None and live.size == num_ranks and live.alive else dtlab.launch(num_ranks)
-
-
-@pytest.fixture(scope="module", autouse=True)
-def _shut_down():
-    yield
-    if dtlab.current_ranks() is not None:
-        dtlab.current_ranks().shutdown()
 
 
 def own(length, dtype=torch.float64, rank=None):

@@ -13,6 +13,7 @@ from typing import NamedTuple
 import pytest
 import torch
 import torch.distributed as dist
+from live_ranks import pool
 from torch import nn
 from torch.nn.parallel import DistributedDataParallel as TorchDDP
 from torch.utils.checkpoint import checkpoint
@@ -27,19 +28,6 @@ CONFIG = GPTConfig(vocab_size=31, seq_length=6, hidden_size=12, num_layers=2, nu
 NUM_STEPS = 5
 ONE_EACH, SOME, ALL = 1, 6000, 25 * 2**20  # bucket_bytes: a bucket for each parameter, seven buckets, one
 close = functools.partial(torch.testing.assert_close, rtol=1e-10, atol=1e-12)
-
-
-def pool(num_ranks):
-    """Live ranks, guarded: a false alarm fails the test."""
-    live = dtlab.current_ranks()
-    return live if live is not None and live.size == num_ranks else dtlab.launch(num_ranks)
-
-
-@pytest.fixture(scope="module", autouse=True)
-def _shut_down():
-    yield
-    if dtlab.current_ranks():
-        dtlab.current_ranks().shutdown()
 
 
 # the whole model

@@ -6,6 +6,7 @@ import pytest
 import torch
 import torch.distributed as dist
 import torch.nn.functional as F
+from live_ranks import pool
 from torch.autograd import gradcheck, gradgradcheck
 
 import dtlab
@@ -27,19 +28,6 @@ from dtlab.parallel import (
 
 SHAPE = (12, 24, 36)  # 1, 2, 3 and 4 divide all
 close = functools.partial(torch.testing.assert_close, rtol=1e-12, atol=1e-13)
-
-
-def pool(num_ranks):
-    """Live ranks, guarded: a false alarm fails the test."""
-    live = dtlab.current_ranks()
-    return live if live is not None and live.size == num_ranks else dtlab.launch(num_ranks)
-
-
-@pytest.fixture(scope="module", autouse=True)
-def _shut_down():
-    yield
-    if dtlab.current_ranks():
-        dtlab.current_ranks().shutdown()
 
 
 # by hand: what each rank gets, forward and back, from what all ranks have

@@ -4,6 +4,7 @@ import functools
 import pytest
 import torch
 import torch.distributed as dist
+from live_ranks import pool
 from torch import nn
 from torch.utils.checkpoint import checkpoint
 
@@ -27,19 +28,6 @@ from dtlab.simulate.tables import live_bytes
 CONFIG = GPTConfig(vocab_size=31, seq_length=12, hidden_size=24, num_layers=2, num_heads=4, num_kv_heads=1)
 NESTED_BACKWARD = functools.partial(checkpoint, use_reentrant=True)
 close = functools.partial(torch.testing.assert_close, rtol=1e-10, atol=1e-12)
-
-
-def pool(num_ranks):
-    """Live ranks, guarded: a false alarm fails the test."""
-    live = dtlab.current_ranks()
-    return live if live is not None and live.size == num_ranks else dtlab.launch(num_ranks)
-
-
-@pytest.fixture(scope="module", autouse=True)
-def _shut_down():
-    yield
-    if dtlab.current_ranks():
-        dtlab.current_ranks().shutdown()
 
 
 # gradients of which each rank has a part

@@ -4,24 +4,12 @@ import functools
 import pytest
 import torch
 import torch.distributed as dist
+from live_ranks import pool
 
-import dtlab
 from dtlab.errors import ConfigError
 from dtlab.parallel.shared import FlatShards, ShardedState, clip_shards_, total_norm
 
 close = functools.partial(torch.testing.assert_close, rtol=1e-14, atol=0)
-
-
-def pool(num_ranks):
-    live = dtlab.current_ranks()
-    return live if live is not None and live.size == num_ranks else dtlab.launch(num_ranks)
-
-
-@pytest.fixture(scope="module", autouse=True)
-def _shut_down():
-    yield
-    if dtlab.current_ranks():
-        dtlab.current_ranks().shutdown()
 
 
 NAMED = [("a", torch.arange(5.0)), ("empty", torch.ones(0)), ("b", 10 + torch.arange(3.0).view(3, 1))]

@@ -6,6 +6,7 @@ import warnings
 import pytest
 import torch
 import torch.distributed as dist
+from live_ranks import pool
 from torch import nn
 
 import dtlab
@@ -26,19 +27,6 @@ LESSON = GPTConfig(seq_length=24)  # hidden 192, 12 heads, 4 layers, 256 tokens
 SMALL = GPTConfig(vocab_size=30, seq_length=12, hidden_size=48, num_layers=2, num_heads=12)
 NUM_STEPS = 5
 close = functools.partial(torch.testing.assert_close, rtol=1e-10, atol=1e-12)
-
-
-def pool(num_ranks):
-    """Live ranks, guarded: a false alarm fails the test."""
-    live = dtlab.current_ranks()
-    return live if live is not None and live.size == num_ranks else dtlab.launch(num_ranks)
-
-
-@pytest.fixture(scope="module", autouse=True)
-def _one_thread_each():
-    yield
-    if dtlab.current_ranks():
-        dtlab.current_ranks().shutdown()
 
 
 def serial_gpt(config, **factory):

@@ -6,6 +6,7 @@ import pytest
 import torch
 import torch.distributed as dist
 import torch.nn.functional as F
+from live_ranks import pool
 from torch import nn
 
 import dtlab
@@ -30,23 +31,6 @@ KINDS = {
     "row, whole input": (RowParallelLinear, {"input_is_parallel": False}),
     "row, sequence": (RowParallelLinear, {"sequence_parallel": True}),
 }
-
-
-def pool(num_ranks):
-    """Live ranks, guarded: a false alarm fails the test."""
-    live = dtlab.current_ranks()
-    return live if live is not None and live.size == num_ranks else dtlab.launch(num_ranks)
-
-
-@pytest.fixture(scope="module", autouse=True)
-def _one_thread_each():
-    """Tensors are tiny: a second thread only waits, where ranks and tests share two cores."""
-    num_threads = torch.get_num_threads()
-    torch.set_num_threads(1)
-    yield
-    torch.set_num_threads(num_threads)
-    if dtlab.current_ranks():
-        dtlab.current_ranks().shutdown()
 
 
 def cuts(kind):

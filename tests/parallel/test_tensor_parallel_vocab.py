@@ -6,6 +6,7 @@ import warnings
 import pytest
 import torch
 import torch.distributed as dist
+from live_ranks import pool
 from torch import nn
 
 import dtlab
@@ -22,23 +23,6 @@ from dtlab.parallel.tensor_parallel_vocab import vocab_shard
 
 VOCAB, HIDDEN, SHAPE = 31, 6, (3, 7)  # padded on 2, 3 and 4 ranks to 32, 33 and 32
 close = functools.partial(torch.testing.assert_close, rtol=1e-10, atol=1e-12)
-
-
-def pool(num_ranks):
-    """Live ranks, guarded: a false alarm fails the test."""
-    live = dtlab.current_ranks()
-    return live if live is not None and live.size == num_ranks else dtlab.launch(num_ranks)
-
-
-@pytest.fixture(scope="module", autouse=True)
-def _one_thread_each():
-    """Tensors are tiny: a second thread only waits, where ranks and tests share two cores."""
-    num_threads = torch.get_num_threads()
-    torch.set_num_threads(1)
-    yield
-    torch.set_num_threads(num_threads)
-    if dtlab.current_ranks():
-        dtlab.current_ranks().shutdown()
 
 
 def ids(step=0, vocab_size=VOCAB, ignored=0.0):
@@ -292,7 +276,7 @@ def test_one_sum_for_the_embedding_and_three_of_a_number_a_token_for_the_loss(dt
     for rank in range(3):
         calls = [(e.phase["name"], e.op, e.bytes) for e in recording.events[rank] if e.kind == "issue"]
         assert calls == [("embedding", "all_reduce", 21 * HIDDEN * of_embedding),
-                         *[("loss", "all_reduce", 21 * of_loss)] * 3]  # fmt: skip
+                         ("loss", "all_reduce", (21 + 2) * of_loss), *[("loss", "all_reduce", 21 * of_loss)] * 2]
 
 
 @pytest.mark.ranks
@@ -312,7 +296,7 @@ def of_real_size():
 @pytest.mark.ranks
 def test_a_vocabulary_of_real_size_is_recorded_dry():
     recording = dtlab.record_dry(of_real_size, world_size=8)
-    assert [e.bytes for e in recording.events[0] if e.kind == "issue"] == [2048 * 4096 * 2, *[2048 * 4] * 3]
+    assert [e.bytes for e in recording.events[0] if e.kind == "issue"] == [2048 * 4096 * 2, 2050 * 4, *[2048 * 4] * 2]
 
 
 # mistakes
@@ -364,6 +348,44 @@ def test_impossible_sizes_and_tokens_are_refused_on_every_rank_with_the_numbers(
         assert len(texts) == len(parts)
         for text, part in zip(texts, parts):
             assert part in text
+
+
+def of_other(what):
+    """On a rank of three: the error's text; the middle one has other targets, or another option."""
+    is_other, targets = dist.get_rank() == 1, ids(1, ignored=0.3)
+    if is_other and what == "batch":
+        targets = ids(2, ignored=0.3)
+    if is_other and what == "order":
+        targets = targets.flip(0)
+    if is_other and what == "one target":
+        targets[2, 4] = 99
+    logits, vocab_size = my_part(whole_logits()), 32 if is_other and what == "vocab_size" else 31
+    reduction = "sum" if is_other and what == "reduction" else "mean"
+    try:
+        return vocab_parallel_cross_entropy(logits, targets, vocab_size=vocab_size, reduction=reduction).item()
+    except ConfigError as error:
+        return str(error)
+
+
+@pytest.mark.ranks
+@pytest.mark.parametrize("what", ["batch", "order", "one target", "vocab_size", "reduction"])
+def test_other_targets_or_options_on_one_rank_are_refused_on_all(what):
+    assert isinstance(pool(3).run(of_other, "nothing")[0], float)
+    answers = pool(3).run(of_other, what)
+    assert all("differ between the ranks of the tensor-parallel group" in answer for answer in answers)
+
+
+def with_other_tokens():
+    """On a rank, broken on purpose: each has tokens of its own."""
+    return VocabParallelEmbedding(VOCAB, HIDDEN, dtype=torch.float64)(ids(dist.get_rank())).detach()
+
+
+@pytest.mark.ranks
+def test_broken_with_other_tokens_on_each_rank_the_embedding_is_of_neither_and_does_not_tell():
+    serial = init_by_name(nn.Embedding(VOCAB, HIDDEN, dtype=torch.float64), 0)
+    first, second = pool(2).run(with_other_tokens)
+    assert torch.equal(first, second)
+    assert all((first - serial(ids(rank))).abs().max() > 0.01 for rank in range(2))
 
 
 def one_rank_in_64_bits():

@@ -7,6 +7,7 @@ from collections import Counter
 import pytest
 import torch
 import torch.distributed as dist
+from live_ranks import pool
 from torch import nn
 
 import dtlab
@@ -23,19 +24,6 @@ MAX_NORM = 0.3  # below the first gradients' norm and above the last ones'
 SGD = (torch.optim.SGD, {"lr": 0.1, "momentum": 0.9})
 ADAM = (torch.optim.AdamW, {"lr": 1e-3, "eps": 1e-4})  # a key's bias has a gradient of rounding only, over a small eps
 close = functools.partial(torch.testing.assert_close, rtol=1e-10, atol=1e-12)
-
-
-def pool(num_ranks):
-    """Live ranks, guarded: a false alarm fails the test."""
-    live = dtlab.current_ranks()
-    return live if live is not None and live.size == num_ranks else dtlab.launch(num_ranks)
-
-
-@pytest.fixture(scope="module", autouse=True)
-def _shut_down():
-    yield
-    if dtlab.current_ranks():
-        dtlab.current_ranks().shutdown()
 
 
 # the whole model
