@@ -20,6 +20,7 @@ from benchmarks import (  # noqa: E402
     ranks,
     registry,
     replay,
+    schedules,
     steps,
     table,
     tensor_parallel,
@@ -83,7 +84,7 @@ def main(argv=None):
 
 
 # imported for their rows
-assert collectives and data_parallel and ranks and replay and steps and tensor_parallel and zero
+assert collectives and data_parallel and ranks and replay and schedules and steps and tensor_parallel and zero
 if __name__ == "__main__":
     try:
         sys.exit(main())
