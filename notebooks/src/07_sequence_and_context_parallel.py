@@ -166,7 +166,7 @@ ranks = dtlab.launch(WORLD_SIZE)
 # %% [markdown]
 # ## Is it right?
 #
-# On each rank, against one process: output; input gradient; the gradients of all twelve parameters; and how much of
+# On each rank, against one process: output; input gradient; gradients of all twelve parameters; and how much of
 # the right gradient of the first norm's weight the rank has:
 
 # %% name="equal" tags=["exact"]
@@ -203,7 +203,7 @@ formula = 4 * theory.wire_bytes("all_reduce", 8 * 3 * 24 * 36, WORLD_SIZE)
 dtlab.reveal("07.1", f"{sent.wire_bytes[:2].sum():,.0f}; lesson 06: {formula:,.0f}", "equal")
 
 # %% [markdown]
-# Equal. The six small all-reduces are norms and biases (Megatron sends them as one).
+# The six small all-reduces are norms and biases (Megatron sends them as one).
 #
 # And memory? One layer at real size, recorded dry as rank 0 of 8: lesson 06's, ours, and `dtlab.parallel`'s. (The first line takes
 # dropout masks of one byte, as on a GPU.)
@@ -447,7 +447,8 @@ for attention in (ring_attention, parallel.ring_attention):
 
 # %% [markdown]
 # Autograd keeps every piece that came by, and its weights: $S^2 / n$ numbers a head: of no use for long sequences. The library
-# keeps q, k, v, the output and $m + \log \sum e^{z_j - m}$; in backward keys and values go round once more, with their gradients.
+# keeps q, k, v, the output and $m + \log \sum e^{z_j - m}$ (scores only block by block); in backward keys and values go round once
+# more, with their gradients.
 #
 # ## Train
 #
@@ -489,7 +490,7 @@ for adapt in (by_hand, parallel.apply_context_parallel):
 # ## Turn the knobs
 #
 # Switch contiguous to zig-zag: four uneven bars become level. (What a bar lacks to the longest, its rank waits.) Then take Ulysses, and drag the
-# ranks to the end: 8, as many as there are heads of keys and values.
+# ranks to the end: 8, the heads of keys and values.
 
 # %% name="explorer" tags=["picture"]
 dtlab.explore.context_parallel()
@@ -521,9 +522,9 @@ dtlab.ledger("07B", dry_ring, 8 * 7 * (2 * h * 2**14 // 8))
 #
 # 1. *Predict.* Llama 70B has 64 heads, 8 of keys and values. On how many ranks does the library's ring send less than Ulysses?
 # 2. *Change.* Let `ring_attention` skip a piece of which the mask lets nothing through. Forward stays right. Backward?
-# 3. *Break.* Give the model no `positions`. What do the losses say?
+# 3. *Break.* With our ring, give the model no `positions`. What do the losses say?
 #
-# All three, computed:
+# Computed:
 
 # %% name="answers" tags=["exact", "folded"]
 # Answers: run me
