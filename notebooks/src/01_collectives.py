@@ -523,5 +523,6 @@ except dtlab.HangError as error:
 # - A **handle** must be awaited before its buffer is touched.
 # - **Algorithm bandwidth** is $S/t$, **bus bandwidth** is what a link carries.
 #
-# References: Patarasuk and Yuan 2009; Thakur, Rabenseifner and Gropp 2005; nccl-tests, doc/PERFORMANCE.md. Next: the
-# technique that calls all-reduce in every step (lesson 02).
+# Now its lab: `work/labs/lab01_ring_all_reduce`.
+#
+# References: Patarasuk and Yuan 2009; Thakur, Rabenseifner and Gropp 2005; nccl-tests, doc/PERFORMANCE.md. Next: lesson 02.

@@ -532,5 +532,7 @@ print("   with join, batches done:", ranks.run(uneven, True))
 # - Too small buckets pay latency, too large ones hide nothing. **no_sync** sends once a step.
 # - **MFU**: FLOPs the model needs over what the devices could do; the model needs about $6NT$.
 #
-# References: Li et al. 2020, PyTorch Distributed, [arXiv:2006.15704](https://arxiv.org/abs/2006.15704); Chowdhery et al. 2022,
-# PaLM (MFU), [arXiv:2204.02311](https://arxiv.org/abs/2204.02311).
+# Now its lab: `work/labs/lab02_data_parallel`.
+#
+# References: Li et al. 2020, [arXiv:2006.15704](https://arxiv.org/abs/2006.15704); Chowdhery et al. 2022,
+# PaLM, [arXiv:2204.02311](https://arxiv.org/abs/2204.02311).

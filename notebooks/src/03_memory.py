@@ -193,7 +193,7 @@ for scores in (True, False):
 
 # %% [markdown]
 # Four times the tokens: 12 times the bytes with scores, 4 times without. Beyond the formula, the recording has the
-# norms' statistics and what the pass holds for a moment. (The function's first line takes masks of 1 byte, as on a GPU; on a CPU
+# norms' statistics. (The function's first line takes masks of 1 byte, as on a GPU; on a CPU
 # `F.dropout` keeps 2. A dry recording has a process of its own, so nothing is replaced in the kernel.)
 #
 # ## Is it right?

@@ -511,4 +511,6 @@ print(f"3. alone {math.hypot(3, 12):.2f} and {math.hypot(4, 12):.2f}, all added 
 # - Stage 3 sends 1.5 times as much, and gathers too much at once if done naively: lesson 05.
 # - Norms are of all shards.
 #
+# Now its lab: `work/labs/lab03_zero`.
+#
 # References: Rajbhandari et al. 2020, ZeRO, [arXiv:1910.02054](https://arxiv.org/abs/1910.02054).
