@@ -1,6 +1,6 @@
 """Ring attention block by block: the online softmax, its backward pass, and what is passed on around the ring.
 
-Letters: n ranks of the group, B batch_size, S seq_length, a num_heads, g num_kv_heads, d head size, T tokens of a tile.
+Letters: n ranks of the group, B batch_size, S seq_length, a num_heads, k num_kv_heads, d head size, T tokens of a tile.
 """
 import math
 
@@ -14,14 +14,14 @@ TILE = 1024  # tokens, at most: the scores of two tiles are all that is ever hel
 
 
 class RingAttention(torch.autograd.Function):
-    """By tiles of tokens; of a tile's rows all query heads that share a kv head lie end to end: [B, g, a/g T, d]."""
+    """By tiles of tokens; of a tile's rows all query heads that share a kv head lie end to end: [B, k, a/k T, d]."""
 
     @staticmethod
     def forward(ctx, q, k, v, causal, layout, group):
-        """[B, a, S/n, d], and twice [B, g, S/n, d] -> [B, a, S/n, d]."""
+        """[B, a, S/n, d], and twice [B, k, S/n, d] -> [B, a, S/n, d]."""
         ctx.ring = ring = _Ring(q.size(2), causal, layout, group)
         queries = _scaled(ring.rows(q, k.size(1)))
-        states = [(torch.zeros_like(rows), rows.new_full((*rows.shape[:-1], 1), -math.inf),
+        states = [(torch.zeros_like(rows), rows.new_full((*rows.shape[:-1], 1), torch.finfo(rows.dtype).min),
                    rows.new_zeros((*rows.shape[:-1], 1))) for rows in queries]  # fmt: skip
         for source, (keys, values) in ring.around(torch.stack((k, v))):
             for i, columns, is_diagonal in ring.blocks(source):
@@ -35,31 +35,36 @@ class RingAttention(torch.autograd.Function):
     @staticmethod
     @torch.autograd.function.once_differentiable
     def backward(ctx, grad):
-        """The weights are made again from scores and logsumexp. Gradients of k, v start where k, v get to first."""
-        ring, (q, k, v, out, logsumexp) = ctx.ring, ctx.saved_tensors
-        queries, outs, grads, logsumexps = (ring.rows(x, k.size(1)) for x in (q, out, grad, logsumexp))
-        queries = _scaled(queries)
-        overlaps = [(x * dx).sum(-1, keepdim=True) for x, dx in zip(outs, grads)]  # what the softmax takes off
-        query_grads = [torch.zeros_like(rows) for rows in queries]
-        home = torch.zeros((2, *k.shape), dtype=queries[0].dtype, device=k.device)  # of this rank's own k and v
-        travelling, arriving = home, torch.empty_like(home)
-        for step, (source, (keys, values)) in enumerate(ring.around(torch.stack((k, v)))):
-            works = ring.pass_on(travelling, arriving) if step > 1 else []
-            block_grads = torch.zeros_like(home) if step > 0 else home
-            for i, columns, is_diagonal in ring.blocks(source):
-                key, value, key_grad, value_grad = (x[:, :, columns] for x in (keys, values, *block_grads))
-                weights = (_scores(queries[i], key, is_diagonal) - logsumexps[i]).exp_()
-                value_grad += weights.mT @ grads[i]
-                weights *= grads[i] @ value.to(home.dtype).mT - overlaps[i]  # gradient of the scores, from here on
-                query_grads[i] += weights @ key.to(home.dtype)
-                key_grad += weights.mT @ queries[i]
-            _wait(works)
-            travelling = block_grads.add_(arriving) if step > 1 else block_grads
-        if ring.size > 1:
-            _wait(ring.pass_on(travelling, arriving))  # those of the last step belong to the next rank
-            home += arriving
-        query_grad = ring.joined(_scaled(query_grads), q).to(q.dtype)
-        return query_grad, home[0].to(k.dtype), home[1].to(v.dtype), None, None, None
+        """[B, a, S/n, d] -> those of q, k, v."""
+        with torch.autocast(grad.device.type, enabled=False):  # where backward is called it may be on
+            return (*_gradients(ctx.ring, *ctx.saved_tensors, grad), None, None, None)
+
+
+def _gradients(ring, q, k, v, out, logsumexp, grad):
+    """The weights are made again from scores and logsumexp. Gradients of k, v start where k, v get to first."""
+    queries, outs, grads, logsumexps = (ring.rows(x, k.size(1)) for x in (q, out, grad, logsumexp))
+    queries = _scaled(queries)
+    overlaps = [(x * dx).sum(-1, keepdim=True) for x, dx in zip(outs, grads)]  # what the softmax takes off
+    query_grads = [torch.zeros_like(rows) for rows in queries]
+    home = torch.zeros((2, *k.shape), dtype=queries[0].dtype, device=k.device)  # of this rank's own k and v
+    travelling, arriving = home, torch.empty_like(home)
+    for step, (source, (keys, values)) in enumerate(ring.around(torch.stack((k, v)))):
+        works = ring.pass_on(travelling, arriving) if step > 1 else []
+        block_grads = torch.zeros_like(home) if step > 0 else home
+        for i, columns, is_diagonal in ring.blocks(source):
+            key, value, key_grad, value_grad = (x[:, :, columns] for x in (keys, values, *block_grads))
+            weights = (_scores(queries[i], key, is_diagonal) - logsumexps[i]).exp_()
+            value_grad += weights.mT @ grads[i]
+            weights *= grads[i] @ value.to(home.dtype).mT - overlaps[i]  # gradient of the scores, from here on
+            query_grads[i] += weights @ key.to(home.dtype)
+            key_grad += weights.mT @ queries[i]
+        _wait(works)
+        travelling = block_grads.add_(arriving) if step > 1 else block_grads
+    if ring.size > 1:
+        _wait(ring.pass_on(travelling, arriving))  # those of the last step belong to the next rank
+        home += arriving
+    query_grad = ring.joined(_scaled(query_grads), q).to(q.dtype)
+    return query_grad, home[0].to(k.dtype), home[1].to(v.dtype)
 
 
 def _scaled(rows):
@@ -68,7 +73,7 @@ def _scaled(rows):
 
 
 def _scores(queries, keys, is_diagonal):
-    """(q / sqrt(d)) k^T, [B, g, a/g T, T]; on the diagonal a query sees keys up to its own."""
+    """(q / sqrt(d)) k^T, [B, k, a/k T, T]; on the diagonal a query sees keys up to its own."""
     scores = queries @ keys.to(queries.dtype).mT
     if is_diagonal:
         tokens = keys.size(2)
@@ -102,7 +107,7 @@ class _Ring:
                                for first, start, chunk in places])
 
     def rows(self, x, num_kv_heads):
-        """[B, a, S/n, d] -> for each tile [B, g, a/g T, d], of 32 bits at least."""
+        """[B, a, S/n, d] -> for each tile [B, k, a/k T, d], of 32 bits at least."""
         kind = torch.float32 if x.itemsize < 4 else x.dtype
         tiles = [x[:, :, tile].unflatten(1, (num_kv_heads, -1)) for tile, _ in self.tiles[self.rank]]
         return [tile.flatten(2, 3).to(kind) for tile in tiles]

@@ -3,20 +3,24 @@
 Only matrix products take time, at the FLOP/s that the hardware reaches. What the calls are is ``theory``'s to say:
 ``tp_layer_collectives``, ``ring_attention_wire_bytes``, ``ulysses_wire_bytes``.
 """
+from dtlab.errors import ConfigError
 from dtlab.simulate.boxes import boxes_of_run
 from dtlab.simulate.engine import Transfer, simulate
 from dtlab.simulate.hardware import Hardware
 from dtlab.simulate.replay import replay
 from dtlab.simulate.timeline import Timeline
 from dtlab.theory import Link, LlamaShape, ModelShape, batch_flops, causal_blocks, tp_layer_collectives
-from dtlab.theory.tensor_parallel import num_kv_heads, piece_bytes
+from dtlab.theory.tensor_parallel import chunks_of, num_kv_heads, piece_bytes
 
 _FORWARD, _BACKWARD, _CALL = ("forward", "forward", ""), ("backward", "backward", ""), ("call", "compute", "")
 
 
-def tensor_parallel_layer(shape, hardware, *, tp_size, micro_batch_size=1, sequence_parallel=False, overlap=True,
-                          algorithm="ring"):
+def tensor_parallel_layer(shape: ModelShape, hardware: Hardware, *, tp_size: int, micro_batch_size: int = 1,
+                          sequence_parallel: bool = False, overlap: bool = True,
+                          algorithm: str | None = "ring") -> Timeline:
     """The timeline of forward and backward of one layer, one rank drawn for all.
+
+    Backward has twice forward's matrix products: no flash attention, as in ``theory.batch_flops``.
 
     Args:
         shape: ``theory.ModelShape``; elements are of 16 bits.
@@ -78,13 +82,14 @@ def _matrices_s(shape, tp_size, micro_batch_size, hardware):
 
 # Megatron-LM 2019, weak scaling: tp_size -> hidden_size, num_heads, num_layers, published efficiency (percent)
 MEGATRON_2019 = {1: (1536, 16, 40, 100), 2: (1920, 20, 54, 95), 4: (2304, 24, 64, 82), 8: (3072, 32, 72, 77)}
-# A DGX-2H, whose 16 GPUs have one switch. That half of the data sheet's is reached is the presets' assumption of matrix
-# products; of links it is one made for this comparison. With the presets' 5/6 the row of 4 is more than 5 points off.
+# A DGX-2H, whose 16 GPUs share one switched network. That half of the data sheet's is reached is the presets'
+# assumption of matrix products; of links it was chosen to fit this table. With the presets' 5/6 the row of 4 is more
+# than 5 points off.
 DGX_2H = Hardware.preset("16xV100-32GB", node_size=16, inside=Link(
-    "NVLink 2, half", 75e9, 3.4e-6, "150 GB/s by V100 data sheet, NVIDIA 2020; that half of it is reached is assumed"))
+    "NVLink 2, half", 75e9, 3.4e-6, "V100 data sheet, NVIDIA 2020: 300 GB/s, both ways; half of it was chosen to fit"))
 
 
-def megatron_2019_efficiency(recordings, hardware=DGX_2H):
+def megatron_2019_efficiency(recordings: dict, hardware: Hardware = DGX_2H):
     """The paper's efficiency beside a replay's: a DataFrame with one row for each tp_size.
 
     Efficiency is FLOP/s of a GPU in a layer, in percent of the first row's: embeddings, loss and optimizer are left
@@ -116,8 +121,11 @@ def megatron_2019_efficiency(recordings, hardware=DGX_2H):
     return table
 
 
-def context_parallel_attention(shape, hardware, *, cp_size, layout="contiguous", method="ring", causal=True):
+def context_parallel_attention(shape: ModelShape, hardware: Hardware, *, cp_size: int, layout: str = "contiguous",
+                               method: str = "ring", causal: bool = True) -> Timeline:
     """The timeline of forward and backward of one layer's attention on one sequence, between the projections.
+
+    Scores are not kept: backward computes them again, five products for forward's two, as flash attention does.
 
     A ring's rank sends keys and values on while it computes with them; a block that the causal mask hides takes no
     time. In backward their gradients, summed in 32 bits, follow when the block is done, and go home in the end. Ulysses
@@ -132,7 +140,8 @@ def context_parallel_attention(shape, hardware, *, cp_size, layout="contiguous",
         causal: the half of the scores that the mask hides takes no time.
 
     Raises:
-        ConfigError: a sequence, or with Ulysses heads, that do not divide by ``cp_size``; more ranks than devices.
+        ConfigError: a sequence that does not divide by ``cp_size`` (a zigzag: by twice that), or with Ulysses heads
+            that do not; no such layout or method; more ranks than devices.
 
     Example:
         >>> from dtlab.simulate import Hardware
@@ -140,10 +149,13 @@ def context_parallel_attention(shape, hardware, *, cp_size, layout="contiguous",
         >>> for layout in ("contiguous", "zigzag"):
         ...     layer = context_parallel_attention(GPT_7_5B, Hardware.preset("8xA100"), cp_size=4, layout=layout)
         ...     print([round(1e6 * busy_s) for busy_s in layer.by_rank().busy_s])
-        [41, 124, 206, 289]
-        [165, 165, 165, 165]
+        [48, 145, 241, 337]
+        [193, 193, 193, 193]
     """
     queries, keys_values = piece_bytes(shape, cp_size=cp_size, method=method)
+    if shape.seq_length % (chunks := cp_size * len(chunks_of(cp_size, layout)[0])):
+        raise ConfigError(f"seq_length ({shape.seq_length}) must be divisible by {chunks}: with cp_size {cp_size} a "
+                          f"{layout} layout has so many chunks of equal length")
     ranks, program = range(cp_size), _Program(cp_size)
     reached = hardware.peak_flops * hardware.gemm_efficiency
     whole_s = 4 * shape.seq_length**2 * shape.num_heads * shape.head_size / reached / (2 if causal else 1)
@@ -151,12 +163,12 @@ def context_parallel_attention(shape, hardware, *, cp_size, layout="contiguous",
     if method == "ring":
         hop_s = [[hardware.p2p_s(size, rank, (rank + 1) % cp_size) for rank in ranks]
                  for size in (keys_values, 2 * keys_values)]  # gradients have 32 bits
-        for look, factor in ((_FORWARD, whole_s), (_BACKWARD, 2 * whole_s)):
+        for look, factor in ((_FORWARD, whole_s), (_BACKWARD, 2.5 * whole_s)):
             program.ring(look, [[share * factor for share in row] for row in blocks], *hop_s)
         return program.timeline()
     exchange_s = lambda size: hardware.collective_s("all_to_all", size, ranks)
     for look, seconds, before, behind in ((_FORWARD, whole_s, queries + keys_values, queries),
-                                          (_BACKWARD, 2 * whole_s, queries, queries + keys_values)):  # fmt: skip
+                                          (_BACKWARD, 2.5 * whole_s, queries, queries + keys_values)):  # fmt: skip
         for size, its_s in ((before, seconds / cp_size), (behind, 0.0)):
             exchange = program.collective("all_to_all", exchange_s(size))
             for rank in ranks:

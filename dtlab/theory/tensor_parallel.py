@@ -9,7 +9,7 @@ from dtlab.theory.communication import wire_bytes
 from dtlab.theory.models import LlamaShape, ModelShape
 from dtlab.validate import at_least, divisible, one_of
 
-LAYOUTS = ("contiguous", "zigzag")
+LAYOUTS, METHODS = ("contiguous", "zigzag"), ("ring", "ulysses")
 
 
 def legal_tp_sizes(shape, max_size: int | None = None) -> tuple[int, ...]:
@@ -84,9 +84,11 @@ def tp_layer_params(shape: ModelShape, *, tp_size: int) -> int:
 
 
 def tp_params(shape: ModelShape, *, tp_size: int) -> int:
-    """Parameters of a whole model on one rank (count), those of ``dtlab.parallel.apply_tensor_parallel``.
+    """Parameters of a whole model on one rank (count).
 
-    The vocabulary is padded to a multiple of t and cut; positions and the final norm are whole.
+    Of a ModelShape those of ``dtlab.parallel.apply_tensor_parallel``; a LlamaShape has no biases and no positions, and
+    dtlab's GPT has, with kv heads and SwiGLU too. The vocabulary is padded to a multiple of t and cut; positions and
+    the final norm are whole.
 
     Example:
         >>> from dtlab.theory import GPT_7_5B
@@ -129,10 +131,13 @@ def tp_layer_collectives(shape: ModelShape, *, micro_batch_size: int, tp_size: i
     if _legal(shape, tp_size) == 1:
         return []
     tokens = at_least("micro_batch_size", micro_batch_size, 1) * shape.seq_length
-    size = tokens * shape.hidden_size * bytes_per_element
+    size = tokens * shape.hidden_size * at_least("bytes_per_element", bytes_per_element, 1)
     if not sequence_parallel:
         return [(phase, "all_reduce", size) for phase in ("forward", "forward", "backward", "backward")]
-    divisible("seq_length", shape.seq_length, "tp_size", tp_size)
+    if shape.seq_length % tp_size:
+        legal = [size for size in legal_tp_sizes(shape) if shape.seq_length % size == 0]
+        raise ConfigError(f"seq_length ({shape.seq_length}) must be divisible by tp_size ({tp_size}) with sequence "
+                          f"parallelism: use tp_size {', '.join(map(str, legal))}")
     forward = [("forward", op, size) for op in ("all_gather", "reduce_scatter")]
     backward = [("backward", op, size) for op in ("all_gather", "all_gather", "reduce_scatter")]
     return 2 * forward + 2 * backward
@@ -246,10 +251,15 @@ def ulysses_wire_bytes(shape: ModelShape, *, cp_size: int, micro_batch_size: int
 def piece_bytes(shape: ModelShape, *, cp_size: int, method: str = "ring", micro_batch_size: int = 1,
                 bytes_per_element: int = 2) -> tuple[int, int]:
     """Bytes of a rank's piece of the queries, and of the keys and values together; refuses what Ulysses cannot cut."""
-    one_of("method", method, ("ring", "ulysses"))
-    heads, kv_heads = shape.num_heads, num_kv_heads(shape)
-    tokens = divisible("seq_length", shape.seq_length, "cp_size", at_least("cp_size", cp_size, 1))
+    one_of("method", method, METHODS)
+    heads, kv_heads, length = shape.num_heads, num_kv_heads(shape), shape.seq_length
+    at_least("cp_size", cp_size, 1), at_least("bytes_per_element", bytes_per_element, 1)
     if method == "ulysses":
-        divisible("num_heads", heads, "cp_size", cp_size), divisible("num_kv_heads", kv_heads, "cp_size", cp_size)
+        legal = [n for n in range(1, kv_heads + 1) if heads % n == kv_heads % n == length % n == 0]
+        for name, size in (("num_heads", heads), ("num_kv_heads", kv_heads), ("seq_length", length)):
+            if size % cp_size:
+                raise ConfigError(f"{name} ({size}) must be divisible by cp_size ({cp_size}): use cp_size "
+                                  f"{', '.join(map(str, legal))}, or a ring")
+    tokens = divisible("seq_length", length, "cp_size", cp_size)
     head = tokens * at_least("micro_batch_size", micro_batch_size, 1) * shape.head_size * bytes_per_element
     return head * heads, 2 * head * kv_heads

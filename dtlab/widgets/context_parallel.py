@@ -28,7 +28,7 @@ def context_parallel():
     """
     controls = {
         "layout": Control("layout of the sequence", theory.LAYOUTS, "dropdown", text=_words),
-        "method": Control("method", ("ring", "ulysses"), "dropdown", text=_words),
+        "method": Control("method", theory.METHODS, "dropdown", text=_words),
         "ranks": Control("ranks", lambda values: [its for its in _RANKS if _why_not(its, values) is None],
                          why_not=_why_not),
         "num_kv_heads": Control("heads of keys and values (of 32)", (4, 8, 16, 32)),

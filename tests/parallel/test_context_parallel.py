@@ -1,5 +1,5 @@
 """Attention over a sequence that ranks share, against one process in float64; by bytes and work; broken on purpose."""
-import doctest
+import copy
 import functools
 import math
 import warnings
@@ -10,6 +10,7 @@ import pytest
 import torch
 import torch.distributed as dist
 import torch.nn.functional as F
+from live_ranks import pool
 
 import dtlab
 from dtlab.errors import ConfigError, GuardError, HangError, RankError
@@ -18,7 +19,6 @@ from dtlab.parallel import (
     DistributedDataParallel,
     apply_context_parallel,
     apply_tensor_parallel,
-    context_parallel,
     context_parallel_ring,
     gather_from_tp_region,
     global_mean,
@@ -37,22 +37,6 @@ LAYOUTS = ("contiguous", "zigzag")
 METHODS = {"ring": ring_attention, "ulysses": ulysses_attention}
 NUM_STEPS = 5
 close = functools.partial(torch.testing.assert_close, rtol=1e-10, atol=1e-12)
-
-
-def pool(num_ranks):
-    """Live ranks, guarded: a false alarm fails the test."""
-    live = dtlab.current_ranks()
-    return live if live is not None and live.size == num_ranks else dtlab.launch(num_ranks)
-
-
-@pytest.fixture(scope="module", autouse=True)
-def _shut_down():
-    num_threads = torch.get_num_threads()
-    torch.set_num_threads(1)  # nothing here is large enough to gain from more
-    yield
-    torch.set_num_threads(num_threads)
-    if dtlab.current_ranks():
-        dtlab.current_ranks().shutdown()
 
 
 @pytest.fixture(scope="module", params=[1, 2, 3, 4])
@@ -78,13 +62,13 @@ SIZES = [Sizes(2, 12, 12, 24, 5), Sizes(1, 24, 12, 48, 7, tile=3), Sizes(3, 12, 
 ODD = Sizes(2, 6, 2, 36, 5, tile=2)  # two kv heads; on 4 ranks nine tokens each
 
 
-def inputs(sizes, dtype=torch.float64, scale=1.0):
+def inputs(sizes, dtype=torch.float64, scale=1.0, device="cpu"):
     """q, k, v and a gradient of the output, of the whole sequence: the same in every process."""
     generator = torch.Generator().manual_seed(0)
     draw = lambda heads: torch.randn(sizes.batch_size, heads, sizes.seq_length, sizes.head_size,
                                      dtype=torch.float64, generator=generator)  # fmt: skip
     q, k, v, grad = (draw(sizes.num_kv_heads if i in (1, 2) else sizes.num_heads) for i in range(4))
-    return (q * scale).to(dtype), k.to(dtype), v.to(dtype), grad.to(dtype)
+    return [x.to(device, dtype) for x in (q * scale, k, v, grad)]
 
 
 def with_grads(attention, q, k, v, grad, **options):
@@ -106,13 +90,13 @@ def on_ranks(method, sizes, layout, causal, **kind):
     try:
         mine = [split_sequence(x, dim=2, layout=layout) for x in inputs(sizes, **kind)]
         outputs = with_grads(METHODS[method], *mine, causal=causal, layout=layout)
-        return [join_sequence(x, dim=2, layout=layout) for x in outputs]
+        return [join_sequence(x, dim=2, layout=layout).cpu() for x in outputs]
     finally:
         context_parallel_ring.TILE = before
 
 
 def assert_serial(ranks, method, sizes, layout, causal, **kind):
-    wanted = with_grads(serial_attention, *inputs(sizes, **kind), causal=causal)
+    wanted = with_grads(serial_attention, *inputs(sizes), causal=causal)
     for results in ranks.run(on_ranks, method, sizes, layout, causal, **kind):
         close(results, wanted)
 
@@ -185,6 +169,28 @@ def test_attention_equals_one_process(ranks, method, layout, causal):
         assert_serial(ranks, method, sizes, layout, causal)
 
 
+@pytest.mark.gpu
+@pytest.mark.ranks
+@pytest.mark.parametrize("method", METHODS)
+def test_on_a_gpu(method):
+    if torch.cuda.device_count() < (2 if method == "ring" else 1):
+        pytest.skip("a ring's messages need an NVIDIA GPU for each of two ranks; Ulysses one for both")
+    with dtlab.launch(2, device="cuda", share_gpu=torch.cuda.device_count() < 2) as ranks:
+        for layout in LAYOUTS:
+            assert_serial(ranks, method, SIZES[1], layout, True, device="cuda")
+
+
+@pytest.mark.ranks
+@pytest.mark.parametrize("method", METHODS)
+def test_with_nothing_but_defaults_all_functions_take_one_layout(method):
+    def program():
+        q, k, v, _ = inputs(SIZES[0])
+        out = METHODS[method](*(split_sequence(x, dim=2) for x in (q, k, v)))
+        close(join_sequence(out, dim=2), serial_attention(q, k, v, causal=True))
+
+    pool(4).run(program)
+
+
 @pytest.mark.ranks
 def test_a_ring_takes_fewer_kv_heads_than_ranks_and_an_odd_number_of_tokens(ranks):
     for causal in (True, False):
@@ -202,6 +208,17 @@ def test_scores_of_thousands_stay_finite(ranks):
 
 
 @pytest.mark.ranks
+def test_keys_of_minus_infinity_have_no_weight_as_in_one_process():
+    def program():
+        q, k, v, _ = inputs(SIZES[1])
+        q, k[:, :, 6:12, 0] = q.abs(), -math.inf  # of rank 1's first block, its own
+        out = ring_attention(*(split_sequence(x, dim=2) for x in (q, k, v)))
+        close(join_sequence(out, dim=2), serial_attention(q, k, v, causal=True))
+
+    pool(4).run(program)
+
+
+@pytest.mark.ranks
 def test_sixteen_bits_are_summed_in_thirty_two(ranks):
     for dtype in (torch.bfloat16, torch.float16):
         q, k, v, grad = inputs(SIZES[1], dtype=dtype)
@@ -216,13 +233,14 @@ def test_sixteen_bits_are_summed_in_thirty_two(ranks):
 
 @pytest.mark.ranks
 def test_autocast_does_not_undo_the_thirty_two_bits():
-    def both():
-        mine = [split_sequence(x, dim=2) for x in inputs(SIZES[0], dtype=torch.bfloat16)]
-        plain = ring_attention(*mine[:3])
-        with torch.autocast("cpu", dtype=torch.bfloat16):
-            return torch.equal(ring_attention(*mine[:3]), plain)
+    def both(dtype):
+        mine = [split_sequence(x, dim=2) for x in inputs(SIZES[0], dtype=dtype)]
+        plain = with_grads(ring_attention, *mine)
+        with torch.autocast("cpu", dtype=torch.bfloat16):  # backward too
+            return list(map(torch.equal, with_grads(ring_attention, *mine), plain))
 
-    assert pool(4).run(both) == [True] * 4
+    for dtype in (torch.bfloat16, torch.float32):
+        assert pool(4).run(both, dtype) == [[True] * 4] * 4
 
 
 @pytest.mark.ranks
@@ -272,6 +290,7 @@ def test_ranks_of_a_group_share_a_sequence_of_their_own():
 # the whole model
 
 
+LESSONS = GPTConfig(seq_length=24)  # hidden 192, 12 heads, 4 layers
 CONFIG = GPTConfig(vocab_size=31, seq_length=24, hidden_size=36, num_layers=2, num_heads=12)
 GROUPED = GPTConfig(vocab_size=31, seq_length=24, hidden_size=36, num_layers=2, num_heads=6, num_kv_heads=2)
 
@@ -318,7 +337,7 @@ def serial(config, is_masked):
     return train(model, loss_of)
 
 
-def in_parts(config, is_masked, method, layout, positions_of=None):
+def in_parts(config, is_masked, method, layout):
     """On a rank: its tokens; the model starts from a seed of its own."""
     model = GPT(config, seed=dist.get_rank(), dtype=torch.float64)
     names = [name for name, _ in model.named_parameters()]
@@ -327,7 +346,7 @@ def in_parts(config, is_masked, method, layout, positions_of=None):
 
     def loss_of(step):
         tokens, targets = (split_sequence(x, layout=layout) for x in global_batch(config, step, is_masked))
-        logits = ddp(tokens, positions=sequence_positions(config.seq_length, layout=positions_of or layout))
+        logits = ddp(tokens, positions=sequence_positions(config.seq_length, layout=layout))
         if is_masked:
             return global_mean(cross_entropy(logits, targets, reduction="sum"), (targets >= 0).sum())
         return cross_entropy(logits, targets, reduction="mean")  # of this rank's tokens
@@ -350,6 +369,18 @@ def test_training_equals_one_process(ranks, config, is_masked, method, layout):
         close(torch.tensor(trained.losses, dtype=torch.float64), torch.tensor(reference.losses, dtype=torch.float64))
         close(trained.grads, reference.grads)
         close(trained.params, reference.params)
+
+
+@pytest.mark.ranks
+def test_the_lessons_model_trains_as_in_one_process():
+    def program():
+        trained = in_parts(LESSONS, False, "ring", "zigzag")
+        return torch.tensor(trained.losses, dtype=torch.float64), trained.params
+
+    reference = serial(LESSONS, False)
+    for losses, params in pool(4).run(program):
+        close(losses, torch.tensor(reference.losses, dtype=torch.float64))
+        close(params, reference.params)
 
 
 def in_a_grid(method):
@@ -381,10 +412,20 @@ def test_layers_and_sequences_are_cut_at_once(method):
 
 
 @pytest.mark.ranks
-def test_broken_positions_of_another_layout_than_the_tokens():
-    trained = pool(4).run(in_parts, CONFIG, False, "ring", "zigzag", "contiguous")[0]
-    assert trained.losses[0] != pytest.approx(serial(CONFIG, False).losses[0], rel=1e-5)
-    assert trained.losses[0] == pytest.approx(math.log(31), rel=0.02)  # as any fresh model's: no number tells
+def test_broken_positions_of_another_layout_give_a_loss_like_any_if_nobody_compares_them():
+    def loss_of(config):
+        model = apply_context_parallel(GPT(config, dtype=torch.float64))
+        model._forward_pre_hooks.clear()  # what compares them
+        tokens, targets = map(split_sequence, global_batch(config, 0, False))
+        positions = sequence_positions(config.seq_length, layout="contiguous")
+        loss = cross_entropy(model(tokens, positions=positions), targets, reduction="mean").detach()
+        dist.all_reduce(loss)
+        return loss.item() / dist.get_world_size()
+
+    right = cross_entropy(GPT(CONFIG, dtype=torch.float64)(global_batch(CONFIG, 0, False)[0]),
+                          global_batch(CONFIG, 0, False)[1], reduction="mean").item()  # fmt: skip
+    (loss,) = set(pool(4).run(loss_of, CONFIG))
+    assert loss != pytest.approx(right, rel=1e-5) and loss == pytest.approx(math.log(31), rel=0.02)
 
 
 def test_broken_the_mean_of_the_chunks_softmaxes():
@@ -507,23 +548,23 @@ def test_a_zigzag_gives_all_ranks_equal_work_in_each_step_and_contiguous_chunks_
 
 
 def dry_attention(seq_length):
-    """On a played rank: forward and backward of 2 heads of 64, in 16 bits."""
+    """On a played rank: forward and backward of 2 heads of 128, in 16 bits."""
     length = seq_length // dist.get_world_size()
-    q, k, v = (torch.zeros(1, 2, length, 64, dtype=torch.bfloat16, requires_grad=True) for _ in range(3))
+    q, k, v = (torch.zeros(1, 2, length, 128, dtype=torch.bfloat16, requires_grad=True) for _ in range(3))
     ring_attention(q, k, v).sum().backward()
 
 
 @pytest.mark.ranks
 def test_memory_falls_with_the_ranks_and_no_rank_ever_holds_all_keys_or_scores():
-    seq_length, saved, largest = 32768, {}, {}
-    for n in (8, 16):
+    seq_length, saved, largest = 16384, {}, {}
+    for n in (4, 8):
         recording = dtlab.record_dry(dry_attention, seq_length, world_size=n, ranks=[1])
         saved[n] = recording.memory().peak_activations[1]
         largest[n] = max(e.bytes for e in recording.events[1] if e.kind == "alloc")
-    tokens = seq_length // 8 * 2  # of both heads
-    assert saved[8] == tokens * (4 * 64 * 2 + 4) and saved[16] == saved[8] / 2  # q, k, v, output; logsumexp in 32 bits
-    all_keys_and_values, scores = 2 * 2 * seq_length * 64 * 2, 2 * 1024 * 1024 * 4
-    assert largest == {8: scores, 16: scores} and scores < all_keys_and_values == 16 * 2**20
+    tokens = seq_length // 4 * 2  # of both heads
+    assert saved[4] == tokens * (4 * 128 * 2 + 4) and saved[8] == saved[4] / 2  # q, k, v, output; logsumexp in 32 bits
+    all_keys_and_values, scores = 2 * 2 * seq_length * 128 * 2, 2 * 1024 * 1024 * 4
+    assert largest == {4: scores, 8: scores} and scores < all_keys_and_values == 16 * 2**20
 
 
 # refused
@@ -545,14 +586,14 @@ def call_with(method, changed_rank=None, **changes):
 
 DIFFERENT = [
     ({"q": torch.zeros(2, 6, 4, 3, dtype=torch.float64, requires_grad=True)},
-     r"q is float32 \[2, 6, 4, 3\] on rank 0 and float64 \[2, 6, 4, 3\] on rank 2"),
+     r"rank 2 has other arguments than rank 0. .*: rank 0 has q float32 \[2, 6, 4, 3\]; rank 2 has q float64"),
     ({"q": (2, 6, 6, 3), "k": (2, 6, 6, 3), "v": (2, 6, 6, 3)},
-     r"q is float32 \[2, 6, 4, 3\] on rank 0 and float32 \[2, 6, 6, 3\] on rank 2"),
-    ({"causal": False}, "causal is True on rank 0 and False on rank 2"),
-    ({"layout": "contiguous"}, "layout is 'zigzag' on rank 0 and 'contiguous' on rank 2"),
-    ({"k": None}, r"k is float32 \[2, 6, 4, 3\] on rank 0 and NoneType on rank 2"),
+     r"rank 0 has q float32 \[2, 6, 4, 3\]; rank 2 has q float32 \[2, 6, 6, 3\]"),
+    ({"causal": False}, "rank 0 has causal True; rank 2 has causal False"),
+    ({"layout": "contiguous"}, "rank 0 has layout 'zigzag'; rank 2 has layout 'contiguous'"),
+    ({"k": None}, r"rank 0 has k float32 \[2, 6, 4, 3\]; rank 2 has k NoneType"),
     ({"q": torch.zeros(2, 6, 4, 3), "k": torch.zeros(2, 6, 4, 3), "v": torch.zeros(2, 6, 4, 3)},
-     "a gradient needed is True on rank 0 and False on rank 2"),
+     "rank 0 has a gradient needed True; rank 2 has a gradient needed False"),
 ]  # fmt: skip
 
 
@@ -564,12 +605,17 @@ def test_what_differs_on_one_rank_is_refused_on_all(method, changes, text):
 
 
 @pytest.mark.ranks
-def test_what_differs_after_good_calls_does_not_hang():
+@pytest.mark.parametrize("method", METHODS)
+@pytest.mark.parametrize("changes", [{"causal": False}, {"layout": "contiguous"}, dict.fromkeys("qkv", (2, 12, 2, 3)),
+                                     {"q": (2, 24, 4, 3)}], ids=str)  # fmt: skip
+def test_what_differs_after_good_calls_of_both_kinds_is_found_by_the_guard(method, changes):
     def program():
-        call_with("ring").sum().backward()
-        call_with("ring", changed_rank=2, q=(2, 6, 2, 3), k=(2, 6, 2, 3), v=(2, 6, 2, 3))
+        twelve = dict.fromkeys("qkv", (2, 12, 4, 3))
+        for its in (changes, {}):
+            call_with(method, **twelve | its).sum().backward()
+        call_with(method, **twelve | (changes if dist.get_rank() == 2 else {}))
 
-    with pytest.raises((GuardError, HangError, RankError)):
+    with pytest.raises((GuardError, HangError), match="rank 2"):
         pool(4).run(program)
 
 
@@ -583,6 +629,9 @@ ILLEGAL = [
     ("ring", {"k": (2, 4, 4, 3), "v": (2, 4, 4, 3)}, r"heads of q \(6\) must be divisible by heads of k and v \(4\)"),
     ("ring", dict.fromkeys("qkv", (2, 6, 3, 3)), r"seq_length \(12\) must be divisible by 8: .* 8 or 16, or layout="),
     ("ring", {"layout": "spiral"}, "layout .'spiral'. must be 'contiguous' or 'zigzag'"),
+    ("ring", {"causal": "no"}, r"causal \('no'\) must be True or False"),
+    ("ring", dict.fromkeys("qkv", (2, 0, 4, 3)), r"q float32 \[2, 0, 4, 3\].*: give tensors .* with a head at least"),
+    ("ring", dict.fromkeys("qkv", torch.zeros(2, 6, 4, 3, device="meta")), "give tensors .* not on the meta device"),
     ("ulysses", {}, r"num_heads \(6\) and num_kv_heads \(6\) must be divisible by cp_size \(4\): .* 1, 2, 3, 6;"),
     ("ulysses", {"q": (2, 12, 4, 3), "k": SMALL, "v": SMALL}, r"\(12\) and num_kv_heads \(3\) .*: use cp_size 1, 3;"),
 ]  # fmt: skip
@@ -601,10 +650,97 @@ def test_models_that_cannot_share_a_sequence_are_refused():
         refused("method .'torus'. must be 'ring' or 'ulysses'", lambda: apply(method="torus"))
         refused("layout .'spiral'. must be", lambda: apply(layout="spiral"))
         refused("Linear has no module with attend", lambda: apply_context_parallel(torch.nn.Linear(2, 2)))
+        refused("of type NoneType: give a torch.nn.Module", lambda: apply_context_parallel(None))
         with_dropout = GPT(GPTConfig(hidden_size=12, num_layers=1, num_heads=2, dropout=0.1))
         refused(r"dropout \(0.1\) on attention weights", lambda: apply_context_parallel(with_dropout))
 
     pool(4).run(program)
+
+
+class Bare(torch.nn.Module):
+    """An attention that knows no dropout."""
+
+    def attend(self, q, k, v):
+        """What is replaced."""
+
+
+@pytest.mark.ranks
+def test_a_model_is_changed_once_and_its_copy_talks_to_the_same_ranks():
+    def program():
+        pair = dist.new_group([0, 2] if dist.get_rank() % 2 == 0 else [1, 3], use_local_synchronization=True)
+        model = apply_context_parallel(GPT(CONFIG), group=pair)
+        refused("attention of this GPT has been replaced already", lambda: apply_context_parallel(model))
+        assert "attend" in vars(apply_context_parallel(Bare()))
+        tokens = global_batch(CONFIG, 0, False)[0]
+        call = lambda its: its(split_sequence(tokens, group=pair), positions=sequence_positions(24, group=pair))
+        assert torch.equal(call(copy.deepcopy(model)), call(model))
+
+    pool(4).run(program)
+
+
+@pytest.mark.ranks
+def test_ranks_with_parts_of_one_model_cannot_share_a_sequence():
+    def program():
+        rank, pairs = dist.get_rank(), [dist.new_group(pair) for pair in ([0, 1], [2, 3], [0, 2], [1, 3])]
+        model = apply_tensor_parallel(GPT(CONFIG), group=pairs[rank // 2])
+        both = fr"is tensor-parallel over ranks \[{rank // 2 * 2}, {rank // 2 * 2 + 1}\], and this group has ranks"
+        refused(both, lambda: apply_context_parallel(model))
+        refused(both, lambda: apply_context_parallel(model, group=pairs[rank // 2]))
+        apply_context_parallel(model, group=pairs[2 + rank % 2])
+
+    pool(4).run(program)
+
+
+WRONG_POSITIONS = [
+    (24, None, r"positions \(None\) must say where .* each of a rank's 6 tokens stands: give positions=sequence_pos"
+               r"itions\(24, layout='zigzag', group=group\)"),
+    (24, lambda: sequence_positions(24, layout="contiguous"), "token 3 of rank 0 stands at position 3, but attention "
+                                                              "takes it to be at 21: for tokens by split_sequence"),
+    (24, lambda: torch.arange(6) + 6 * dist.get_rank(), "token 3 of rank 0 stands at position 3"),
+    (24, lambda: sequence_positions(16), r"positions \(\[4\]\) must say where"),
+    (32, lambda: sequence_positions(32), r"32 tokens long, 8 on each of 4 ranks, but .* seq_length \(24\): cut it, or"),
+    (32, None, "the sequence is 32 tokens long"),
+    (12, lambda: sequence_positions(12, layout="contiguous"), r"seq_length \(12\) must be divisible by 8"),
+    (24, lambda: None if dist.get_rank() == 2 else sequence_positions(24), r"positions \(None\) must"),
+    (24, lambda: sequence_positions(24) + 10 * (dist.get_rank() == 2), "token 0 of rank 2 stands at position 16, but "),
+]  # fmt: skip
+
+
+@pytest.mark.ranks
+@pytest.mark.parametrize("seq_length, positions, text", WRONG_POSITIONS)
+def test_tokens_that_stand_elsewhere_are_refused_on_all_ranks(seq_length, positions, text):
+    def program():
+        model = apply_context_parallel(GPT(CONFIG, dtype=torch.float64))
+        tokens = torch.zeros(2, seq_length // 4, dtype=torch.long)
+        refused(text, lambda: model(tokens, positions=positions and positions()))
+
+    pool(4).run(program)
+
+
+@pytest.mark.ranks
+def test_positions_that_one_rank_forgets_after_a_good_call_are_named():
+    def program():
+        model = apply_context_parallel(GPT(CONFIG))
+        for step in range(2):
+            its = None if step and dist.get_rank() == 2 else sequence_positions(24)
+            model(torch.zeros(2, 6, dtype=torch.long), its)
+
+    with pytest.raises(RankError, match=r"rank 2 of 4 failed: ConfigError: positions \(None\) must say"):
+        pool(4).run(program)
+
+
+def step_without_values():
+    """On a played rank."""
+    model = apply_context_parallel(GPT(CONFIG))
+    tokens = split_sequence(torch.zeros(2, 24, dtype=torch.long))
+    model(tokens, positions=sequence_positions(24)).sum().backward()
+    refused(r"positions \(None\) must say", lambda: model(tokens))
+
+
+@pytest.mark.ranks
+def test_a_dry_recording_compares_no_values_but_wants_positions():
+    recording = dtlab.record_dry(step_without_values, world_size=4, ranks=[1])
+    assert {e.op for e in recording.events[1] if e.kind == "issue"} == {"send", "recv"}
 
 
 def test_without_ranks_there_is_nobody_to_share_with():
@@ -613,10 +749,6 @@ def test_without_ranks_there_is_nobody_to_share_with():
                  lambda: ring_attention(x, x, x), lambda: ulysses_attention(x, x, x),
                  lambda: apply_context_parallel(GPT(CONFIG))):  # fmt: skip
         refused("this process is no rank", call)
-
-
-def test_examples():
-    assert doctest.testmod(context_parallel).failed == 0
 
 
 # last: it needs two ranks

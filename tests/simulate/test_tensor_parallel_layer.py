@@ -9,6 +9,7 @@ import torch.distributed as dist
 import dtlab
 from dtlab.errors import ConfigError
 from dtlab.models import GPT, GPTConfig
+from dtlab.parallel.context_parallel import ring_attention, ulysses_attention
 from dtlab.parallel.tensor_parallel import apply_tensor_parallel
 from dtlab.simulate import Hardware, context_parallel_attention, replay, tensor_parallel, tensor_parallel_layer
 from dtlab.theory import (
@@ -120,7 +121,7 @@ def attention(cp_size=4, shape=SHAPE, hardware=NO_LATENCY, **choices):
 @pytest.mark.parametrize("cp_size", [1, 2, 3, 8])
 def test_ranks_are_busy_in_proportion_to_their_work(layout, cp_size):
     shape = dataclasses.replace(SHAPE, seq_length=48 * 1024)
-    whole_s = 3 * 4 * shape.seq_length**2 * 4096 / 2 / 156e12
+    whole_s = (2 + 5) * 2 * shape.seq_length**2 * 4096 / 2 / 156e12  # products: of scores and values, and backward
     busy = attention(cp_size, shape, layout=layout).by_rank().busy_s
     assert list(busy) == pytest.approx([whole_s * part for part in causal_work(cp_size, layout)])
     busy = attention(cp_size, shape, layout=layout, causal=False).by_rank().busy_s
@@ -180,6 +181,30 @@ def test_asynchronous_collectives_of_the_layers_show_less_in_the_replay(sequence
     assert timelines[True].exposed_communication_s < 0.75 * timelines[False].exposed_communication_s
 
 
+def attention_step(method, causal, heads):
+    """On a played rank: forward and backward of attention over 8192 tokens, heads of 128, in 16 bits."""
+    attend = {"ring": ring_attention, "ulysses": ulysses_attention}[method]
+    q, k, v = (torch.zeros(1, heads, 8192 // dist.get_world_size(), 128, dtype=torch.bfloat16, requires_grad=True)
+               for _ in range(3))  # fmt: skip
+    with dtlab.phase("forward"):
+        y = attend(q, k, v, causal=causal)
+    with dtlab.phase("backward"):
+        y.backward(y.detach())
+
+
+@pytest.mark.ranks
+@pytest.mark.parametrize("method, causal, more", [("ring", False, 1), ("ring", True, 1 + 1024 / 8192),
+                                                  ("ulysses", False, 1)])  # fmt: skip
+def test_a_rank_is_as_busy_as_by_the_flops_of_the_real_attention(method, causal, more):
+    """Of the diagonal the real ring computes whole tiles, 1024 x 1024. (Torch counts all of a masked SDPA.)"""
+    recording = dtlab.record_dry(attention_step, method, causal, 4, world_size=4, ranks=[1])
+    shape = ModelShape(num_layers=1, hidden_size=512, num_heads=4, seq_length=8192, vocab_size=1)
+    seconds = attention(shape=shape, layout="zigzag", method=method, causal=causal).seconds(1)
+    for phase in ("forward", "backward"):
+        flops = sum(e.flops for e in recording.events[1] if e.flops and e.phase.get("name") == phase)
+        assert flops / 156e12 == pytest.approx(more * seconds[phase])
+
+
 @pytest.mark.parametrize("call, words", [
     (lambda: layer(tp_size=3), r"num_heads \(32\) does not divide by tp_size \(3\); legal are 1, 2, 4, 8, 16, 32"),
     (lambda: layer(Hardware.preset("4xA100"), tp_size=8), r"rank \(7\) must be below num_devices of 4xA100-80GB \(4\)"),
@@ -187,6 +212,8 @@ def test_asynchronous_collectives_of_the_layers_show_less_in_the_replay(sequence
     (lambda: attention(layout="level"), r"layout \('level'\) must be 'contiguous' or 'zigzag'"),
     (lambda: attention(16, method="ulysses"), r"num_kv_heads \(8\) must be divisible by cp_size \(16\)"),
     (lambda: attention(5), r"seq_length \(65536\) must be divisible by cp_size \(5\)"),
+    (lambda: attention(shape=ModelShape(**{**AS_ONE_LAYER, "seq_length": 12}, hidden_size=8, num_heads=4),
+                       layout="zigzag"), r"seq_length \(12\) must be divisible by 8: with cp_size 4 a zigzag layout"),
 ])  # fmt: skip
 def test_what_cannot_be_is_refused(call, words):
     with pytest.raises(ConfigError, match=words):

@@ -194,11 +194,17 @@ def test_what_a_layer_keeps_without_its_scores(choices, mib):
     (lambda: legal_tp_sizes(GPT_7_5B, 0), r"max_size \(0\) must be at least 1"),
     (lambda: tp_layer_collectives(ModelShape(**{**SIZES, "seq_length": 9}), micro_batch_size=1, tp_size=2,
                                   sequence_parallel=True), r"seq_length \(9\) must be divisible by tp_size \(2\)"),
+    (lambda: tp_layer_collectives(ModelShape(**SIZES), micro_batch_size=1, tp_size=3, sequence_parallel=True),
+     r"seq_length \(128\) must .* tp_size \(3\) with sequence parallelism: use tp_size 1, 2, 4$"),
+    (lambda: tp_layer_collectives(GPT_7_5B, micro_batch_size=1, tp_size=2, bytes_per_element=-2),
+     r"bytes_per_element \(-2\) must be at least 1"),
+    (lambda: ring_attention_wire_bytes(GPT_7_5B, cp_size=2, bytes_per_element=0), r"bytes_per_element \(0\) must be"),
+    (lambda: ulysses_wire_bytes(ModelShape(**SIZES), cp_size=3), r"seq_length \(128\) .* \(3\): use cp_size 1, 2, 4, or"),
     (lambda: tp_layer_wire_bytes(GPT_7_5B, micro_batch_size=0, tp_size=2), r"micro_batch_size \(0\) must be at least"),
     (lambda: causal_work(4, "zig-zag"), r"layout \('zig-zag'\) must be 'contiguous' or 'zigzag'"),
     (lambda: causal_work(0), r"num_ranks \(0\) must be at least 1"),
     (lambda: ulysses_wire_bytes(LlamaShape(**LLAMA), cp_size=16),
-     r"num_kv_heads \(8\) must be divisible by cp_size \(16\): use num_kv_heads 16, or cp_size 1, 2, 4 or 8"),
+     r"num_kv_heads \(8\) must be divisible by cp_size \(16\): use cp_size 1, 2, 4, 8, or a ring$"),
     (lambda: ring_attention_wire_bytes(GPT_7_5B, cp_size=3), r"seq_length \(2048\) must be divisible by cp_size \(3\)"),
 ])  # fmt: skip
 def test_what_cannot_be_is_refused(call, words):
