@@ -9,9 +9,9 @@ from lesson_program import names_of, small
 import dtlab
 from dtlab.data import recordings
 
-NAMES = {"config", "new_mlp", "x", "first_step", "alone", "close", "all_reduced", "CopyToRegion", "ReduceFromRegion",
-         "copy_to_tp_region", "part", "ColumnParallelLinear", "RowParallelLinear", "parallel_mlp", "record",
-         "by_megatron"}
+NAMES = {"WORLD_SIZE", "config", "new_mlp", "x", "first_step", "alone", "close", "all_reduced", "CopyToRegion",
+         "ReduceFromRegion", "copy_to_tp_region", "part", "ColumnParallelLinear", "RowParallelLinear", "parallel_mlp",
+         "record", "by_megatron"}
 NUM_RANKS = 4
 
 
