@@ -425,11 +425,11 @@ print(ranks.run(check_attention, ulysses_attention, "contiguous"))
 # %% name="bytes" tags=["exact"]
 P = 8 * 2 * 12 * 24 * 5 / WORLD_SIZE
 ring, heads = (WORLD_SIZE - 1) * P, 8 * (WORLD_SIZE - 1) / WORLD_SIZE * P
-for name, attention, formula in (
+for name, way, formula in (
         ("ring", ring_attention, 4 * ring), ("dtlab's", parallel.ring_attention, 6 * ring),
         ("Ulysses", ulysses_attention, heads), ("dtlab's", parallel.ulysses_attention, heads)):
-    its = ranks.run(check_attention, attention, "contiguous")  # the library compares shapes, once
-    calls = ranks.record(check_attention, attention, "contiguous").communication().query("rank == 0")
+    its = ranks.run(check_attention, way, "contiguous")  # the library compares shapes, once
+    calls = ranks.record(check_attention, way, "contiguous").communication().query("rank == 0")
     print(f"{name:7} {its} formula {formula:7,.0f}, recorded {calls.wire_bytes.sum():7,.0f}")
 
 # %% [markdown]
