@@ -62,7 +62,8 @@ def refuse_group_of_parts(module, group):
     """Raise ConfigError if ranks of the group have other parts of the module: values and gradients would be mixed."""
     ranks = lambda group: dist.get_process_group_ranks(group or dist.group.WORLD)
     for part in module.modules():
-        if hasattr(part, "parameter_shards") and len(set(ranks(part.group)) & set(ranks(group))) > 1:
+        is_cut = hasattr(part, "parameter_shards") and hasattr(part, "group")
+        if is_cut and len(set(ranks(part.group)) & set(ranks(group))) > 1:
             raise ConfigError(f"the module is tensor-parallel over ranks {ranks(part.group)}, and this group has ranks "
                               f"{ranks(group)}: they may share one rank only. Give group= of the ranks that hold the "
                               "same part")

@@ -134,7 +134,7 @@ class _Pass:
     def sum(self):
         """One all_reduce for all parameters of a dtype."""
         _PASSES.pop(self.group)
-        self.is_settled, kinds = True, {}
+        kinds = {}
         for hook, (old_grad, old_parameter) in self.hooks.items():
             grad, (new_grad, new_parameter) = hook.grad, hook.state
             is_taken = grad is None or 0 in grad.stride()  # ZeRO's stage 2 leaves a placeholder without memory
@@ -153,6 +153,7 @@ class _Pass:
             torch._foreach_copy_(places, grads)
             dist.all_reduce(flat, group=self.group)  # 2 (t-1)/t * bytes of flat per rank
             torch._foreach_copy_(grads, places)
+        self.is_settled = True
 
 
 @torch.no_grad()
@@ -194,7 +195,7 @@ def clip_grad_norm_(model: nn.Module, max_norm: float, *, norm_type: float = 2.0
 
 def _group_of(model):
     modules = model.modules() if isinstance(model, nn.Module) else ()
-    groups = {module.group for module in modules if hasattr(module, "parameter_shards")}
+    groups = {m.group for m in modules if hasattr(m, "parameter_shards") and hasattr(m, "group")}
     if len(groups) != 1:
         raise ConfigError(f"model is of type {type(model).__name__} with layers of {len(groups)} tensor-parallel "
                           "groups: give a module with some of one group; parameters do not say whether they are parts")

@@ -7,6 +7,7 @@ import torch
 from dtlab.data import SyntheticLanguage, batches
 from dtlab.errors import ConfigError
 from dtlab.models import GPT, MLP, GPTConfig, cross_entropy, full_parameter, num_params
+from dtlab.models.gpt import written_out_attention
 
 SMALL = dict(vocab_size=64, seq_length=16, hidden_size=48, num_layers=2, num_heads=4)
 
@@ -96,6 +97,18 @@ def test_written_out_attention_equals_flash():
     torch.testing.assert_close(grads[0], grads[1], rtol=1e-10, atol=1e-12)
 
 
+def test_a_score_of_the_future_that_overflows_does_not_reach_the_past():
+    q, k, v = (torch.tensor(rows, dtype=torch.float16).view(1, 1, 2, 1) for rows in ([2, 2], [1, 60000], [1, 3]))
+    first, second = written_out_attention(q, k, v).flatten().tolist()
+    assert first == 1 and math.isnan(second)
+
+
+def test_a_model_with_another_head_goes_to_other_dtypes_and_devices():
+    model = GPT(GPTConfig(**SMALL))
+    model.output_layer = torch.nn.Identity()
+    assert model.to(torch.float64)(torch.arange(16)[None]).dtype == torch.float64
+
+
 def test_equal_runs_of_qkv_rows_are_whole_heads():
     attention = GPT(GPTConfig(**SMALL), dtype=torch.float64).layers[0].self_attention
     x = full_parameter("x", (2, 16, 48), 0, dtype=torch.float64)
@@ -125,6 +138,10 @@ def test_positions_say_where_tokens_stand():
     assert torch.equal(model.embed(tokens[:, order], positions=order), model.embed(tokens)[:, order])
     with pytest.raises(ConfigError, match=r"positions \[4\] must have one number for each of the 16 tokens"):
         model(tokens, positions=order)
+    with pytest.raises(ConfigError, match=r"position 16, but the model has seq_length \(16\), so 0 to 15.*length=17"):
+        model(tokens, positions=torch.arange(16) + 1)
+    with pytest.raises(ConfigError, match=r"first_position \(4\) and positions both say"):
+        model.embed(tokens[:, :4], first_position=4, positions=order)
 
 
 # kv heads shared by query heads; SwiGLU

@@ -4,43 +4,20 @@ import functools
 import pytest
 import torch
 import torch.distributed as dist
+from live_ranks import pool
+from split_gpt import batch, close, compare, serial_gpt
 
-import dtlab
-from dtlab.models import GPT, GPTConfig, cross_entropy
+from dtlab.models import GPTConfig, cross_entropy
 from dtlab.parallel import apply_tensor_parallel, vocab_parallel_cross_entropy
 
 pytestmark = pytest.mark.ranks
 CONFIG = GPTConfig(vocab_size=36, seq_length=12, hidden_size=24, num_layers=2, num_heads=12, tie_embeddings=False)
-close = functools.partial(torch.testing.assert_close, rtol=1e-10, atol=1e-12)
 
 
 @pytest.fixture(scope="module", params=[1, 2, 3, 4])
 def ranks(request):
     """Live ranks, guarded: a false alarm fails the test."""
-    num_threads = torch.get_num_threads()
-    torch.set_num_threads(1)  # the models are too small to gain from more
-    with dtlab.launch(request.param) as pool:
-        pool.run(torch.set_num_threads, 1)
-        yield pool
-    torch.set_num_threads(num_threads)
-
-
-def whole_gpt(config=CONFIG):
-    """With biases and norms that are not all alike."""
-    model = GPT(config, seed=1, dtype=torch.float64)
-    generator = torch.Generator().manual_seed(2)
-    with torch.no_grad():
-        for parameter in model.parameters():
-            if parameter.dim() == 1:
-                parameter.add_(torch.randn(parameter.shape, generator=generator, dtype=torch.float64) / 10)
-    return model
-
-
-def batch():
-    """Tokens and targets, some of which do not count."""
-    generator = torch.Generator().manual_seed(0)
-    tokens = torch.randint(0, CONFIG.vocab_size, (3, CONFIG.seq_length + 1), generator=generator)
-    return tokens[:, :-1], tokens[:, 1:].masked_fill(torch.rand(3, CONFIG.seq_length, generator=generator) < 0.3, -100)
+    return pool(request.param)
 
 
 def by_dtensor(model, sequence_parallel):
@@ -80,7 +57,7 @@ def passed(model, loss_of):
     """On a rank: logits, loss, and the gradient of what enters the first layer; parameters have theirs."""
     kept = []
     model.token_embedding.register_forward_hook(lambda module, inputs, y: y.retain_grad() or kept.append(y))
-    tokens, targets = batch()
+    tokens, targets = batch(CONFIG, num_rows=3)
     logits = model(tokens)
     loss = loss_of(logits, targets)
     loss.backward()
@@ -91,13 +68,13 @@ def pass_of_dtensor(sequence_parallel):
     """As ``passed``, and the model. Its loss does not gather logits either."""
     from torch.distributed.tensor.parallel import loss_parallel
 
-    model = by_dtensor(whole_gpt(), sequence_parallel)
+    model = by_dtensor(serial_gpt(CONFIG), sequence_parallel)
     with loss_parallel():
         return model, passed(model, functools.partial(cross_entropy, reduction="sum"))
 
 
 def pass_of_ours(sequence_parallel):
-    model = apply_tensor_parallel(whole_gpt(), sequence_parallel=sequence_parallel)
+    model = apply_tensor_parallel(serial_gpt(CONFIG), sequence_parallel=sequence_parallel)
     loss_of = functools.partial(vocab_parallel_cross_entropy, vocab_size=CONFIG.vocab_size, reduction="sum")
     return model, passed(model, loss_of)
 
@@ -107,13 +84,6 @@ def whole(tensor):
     return tensor.full_tensor() if hasattr(tensor, "full_tensor") else tensor
 
 
-def part_of(model, name):
-    """The function that cuts a parameter, or its gradient, as our model does."""
-    path, _, leaf = name.rpartition(".")
-    shard = getattr(model.get_submodule(path), "parameter_shards", {}).get(leaf)
-    return shard.take if shard else lambda tensor: tensor
-
-
 def compare_all(sequence_parallel):
     """On a rank: assert that both give the same."""
     torchs, (its_logits, its_loss, its_input_grad) = pass_of_dtensor(sequence_parallel)
@@ -121,11 +91,8 @@ def compare_all(sequence_parallel):
     close(logits, its_logits.to_local(), msg="logits: ".__add__)
     close(loss, whole(its_loss), msg="loss: ".__add__)
     close(input_grad, its_input_grad, msg="input gradient: ".__add__)
-    theirs = dict(torchs.named_parameters())
-    for name, parameter in ours.named_parameters():
-        take = part_of(ours, name)
-        close(parameter.data, take(whole(theirs[name].data)), msg=f"{name}: ".__add__)
-        close(parameter.grad, take(whole(theirs[name].grad)), msg=f"gradient of {name}: ".__add__)
+    for what, of in (("", lambda p: p.data), ("gradient of ", lambda p: p.grad)):
+        compare(ours, {name: whole(of(p)) for name, p in torchs.named_parameters()}, what, of)
 
 
 @pytest.mark.parametrize("sequence_parallel", [False, True])
@@ -154,7 +121,7 @@ def start(make, sequence_parallel):
     """On a rank: keep a layer, and what enters it."""
     global kept
     x = torch.ones(3, CONFIG.seq_length // (dist.get_world_size() if sequence_parallel else 1), CONFIG.hidden_size)
-    layer = make(whole_gpt(), sequence_parallel=sequence_parallel).layers[0]
+    layer = make(serial_gpt(CONFIG), sequence_parallel=sequence_parallel).layers[0]
     for part in (layer.input_layernorm, layer.pre_mlp_layernorm):
         part.requires_grad_(False)  # ours sums their gradients at the end of a pass, torch's leaves that to others
     for part in (layer.self_attention.linear_proj, layer.mlp.linear_fc2):

@@ -10,7 +10,7 @@ from live_ranks import pool
 from torch.autograd import gradcheck, gradgradcheck
 
 import dtlab
-from dtlab.errors import ConfigError
+from dtlab.errors import ConfigError, RankError
 from dtlab.models.init import full_parameter
 from dtlab.parallel import (
     all_to_all_region,
@@ -299,6 +299,26 @@ def masks_in_groups():
 def test_the_place_in_the_group_decides():
     a, b, c, d = (tuple(mask.tolist()) for mask in pool(4).run(masks_in_groups))
     assert a == c and b == d and a != b
+
+
+def seeded(by_rank):
+    """On a rank: twice into a region of a new group; the second time nothing is compared."""
+    group, draws = dist.new_group([0, 1]), []
+    torch.manual_seed(dist.get_rank() if by_rank else 3)
+    for i in range(2):
+        with dtlab.phase(f"entry {i}"), split_region_rng(group):
+            draws.append(drop())
+    return draws
+
+
+@pytest.mark.ranks
+def test_generators_that_are_not_seeded_alike_are_refused_on_every_rank_the_first_time():
+    with pytest.raises(RankError, match="rank 1 has another state of torch's default generator than rank 0"):
+        pool(2).run(seeded, True)
+    recording = pool(2).record(seeded, False)
+    for events in recording.events.values():
+        entries = [e.phase["name"] for e in events if e.kind == "issue" and e.phase.get("name", "").startswith("entry")]
+        assert set(entries) == {"entry 0"}
 
 
 def without_a_region():

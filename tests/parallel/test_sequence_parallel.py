@@ -1,10 +1,13 @@
 """Sequence parallelism: gradients of which each rank has a part, dropout, lengths, bytes; and broken on purpose."""
+import contextlib
 import functools
+import gc
 
 import pytest
 import torch
 import torch.distributed as dist
 from live_ranks import pool
+from split_gpt import close, compare_gradients, serial_gpt
 from torch import nn
 from torch.utils.checkpoint import checkpoint
 
@@ -27,7 +30,6 @@ from dtlab.simulate.tables import live_bytes
 
 CONFIG = GPTConfig(vocab_size=31, seq_length=12, hidden_size=24, num_layers=2, num_heads=4, num_kv_heads=1)
 NESTED_BACKWARD = functools.partial(checkpoint, use_reentrant=True)
-close = functools.partial(torch.testing.assert_close, rtol=1e-10, atol=1e-12)
 
 
 # gradients of which each rank has a part
@@ -49,7 +51,7 @@ class Model(GPT):
 def models(call=None, frozen=(), **options):
     """On a rank: a serial model and its part."""
     torch.set_num_threads(1)
-    both = [Model(CONFIG, seed=1, dtype=torch.float64) for _ in range(2)]
+    both = [serial_gpt(CONFIG, Model) for _ in range(2)]
     for model in both:
         model.call = call or model.call
         for name, parameter in model.named_parameters():
@@ -57,9 +59,12 @@ def models(call=None, frozen=(), **options):
     return both[0], apply_tensor_parallel(both[1], sequence_parallel=True, **options)
 
 
-def loss_of(model, seed):
-    """The sum over tokens that depend on the seed; of the parallel model too."""
-    tokens, targets = torch.randint(0, 31, (2, 2, 12), generator=torch.Generator().manual_seed(seed))
+def loss_of(model, seed, counted=slice(None)):
+    """The sum over tokens that depend on the seed, of those that count; of the parallel model too."""
+    tokens, ids = torch.randint(0, 31, (2, 2, 12), generator=torch.Generator().manual_seed(seed))
+    targets = torch.full_like(ids, -100)
+    targets[:, counted] = ids[:, counted]
+    tokens, targets = (t.to(model.final_layernorm.weight.device) for t in (tokens, targets))
     if isinstance(model.output_layer, nn.Linear):
         return cross_entropy(model(tokens), targets, reduction="sum")
     return vocab_parallel_cross_entropy(model(tokens), targets, vocab_size=31, reduction="sum")
@@ -73,13 +78,8 @@ def worst(serial, parallel):
 
 
 def assert_equal(serial, parallel):
-    wholes = dict(serial.named_parameters())
-    for name, parameter in parallel.named_parameters():
-        path, _, leaf = name.rpartition(".")
-        shard, whole = getattr(parallel.get_submodule(path), "parameter_shards", {}).get(leaf), wholes[name]
-        assert (parameter.grad is None) == (whole.grad is None) == (not parameter.requires_grad)
-        if whole.grad is not None:
-            close(parameter.grad, shard.take(whole.grad) if shard else whole.grad, msg=f"{name}: ".__add__)
+    assert all((parameter.grad is None) == (not parameter.requires_grad) for parameter in parallel.parameters())
+    compare_gradients(parallel, serial)
 
 
 def accumulated(**how):
@@ -132,15 +132,62 @@ def test_parameters_that_are_trained_or_put_in_later_are_summed_too():
     pool(2).run(thawed)
 
 
+def fails(model, seed, counted=slice(None)):
+    """On a rank: a backward pass that fails in the last layer, after other gradients have come."""
+    norm = model.layers[1].input_layernorm.weight
+    hook = norm.register_hook(lambda grad: 1 / 0)
+    with pytest.raises(ZeroDivisionError):
+        loss_of(model, seed, counted).backward()
+    hook.remove()
+
+
+def with_another_model():
+    """On a rank: after a pass of one model that failed, another one is trained; then the first goes on."""
+    (serial, parallel), (_, doomed) = models(), models()
+    fails(doomed, 0)
+    for model in (serial, parallel):
+        loss_of(model, 1).backward()
+    assert_equal(serial, parallel)
+    with pytest.raises(ConfigError, match="the last backward pass failed"):
+        loss_of(doomed, 1).backward()
+
+
+def that_is_gone():
+    """On a rank: what is kept of a pass that failed, while its model is there and when it is gone."""
+    _, doomed = models()
+    fails(doomed, 0)
+    num_passes = len(tensor_parallel_grads._PASSES)
+    del doomed
+    gc.collect()
+    return num_passes, len(tensor_parallel_grads._PASSES)
+
+
+@pytest.mark.ranks
+def test_a_pass_that_failed_concerns_its_own_model_only():
+    pool(2).run(with_another_model)
+    assert pool(2).run(that_is_gone) == [(1, 0)] * 2
+
+
+def with_zeros_on_one_rank():
+    """On a rank of two: what failed had targets in the first half only, so that the second rank's parts are 0."""
+    _, parallel = models()
+    fails(parallel, 0, slice(6))
+    grad = parallel.final_layernorm.weight.grad
+    with pytest.raises(ConfigError, match="the last backward pass failed"):
+        loss_of(parallel, 1).backward()
+    return grad.any().item()
+
+
+@pytest.mark.ranks
+def test_after_a_pass_that_failed_all_ranks_are_told_also_one_with_zeros():
+    assert pool(2).run(with_zeros_on_one_rank) == [True, False]
+
+
 def broken_halfway(zeroed):
     """On a rank: a backward pass that fails in the first layer, after others have ended."""
     serial, parallel = models()
     loss_of(parallel, 0).backward()
-    doomed = loss_of(parallel, 1)
-    hook = parallel.layers[0].linear_hook = parallel.layers[1].input_layernorm.weight.register_hook(lambda grad: 1 / 0)
-    with pytest.raises(ZeroDivisionError):
-        doomed.backward()
-    hook.remove()
+    fails(parallel, 1)
     if zeroed is not None:
         parallel.zero_grad(set_to_none=zeroed)
     loss_of(parallel, 2).backward()
@@ -160,31 +207,45 @@ def test_after_a_pass_that_failed_gradients_are_not_added_to():
         pool(2).run(broken_halfway, None)
 
 
-def in_a_grid(num_micro_batches):
-    """On a rank: 2 x 2, tensor parallel inside of data parallel, which has its own batch each."""
+def grid():
+    """On a rank of four: its tensor-parallel group, and the one across."""
     groups = [dist.new_group(ranks) for ranks in ([0, 1], [2, 3], [0, 2], [1, 3])]
-    rank = dist.get_rank()
-    serial, parallel = models(group=groups[rank // 2])
-    wrapped = DistributedDataParallel(parallel, group=groups[2 + rank % 2], bucket_bytes=2**12)
+    return groups[dist.get_rank() // 2], groups[2 + dist.get_rank() % 2]
+
+
+def in_a_grid(wrap, num_micro_batches):
+    """On a rank: 2 x 2, tensor parallel inside of data parallel, which has its own batch each."""
+    (tp_group, dp_group), rank = grid(), dist.get_rank()
+    serial, parallel = models(group=tp_group)
+    wrapped = wrap(parallel, dp_group)
     for i in range(num_micro_batches):
         for dp_rank in range(2):
             (loss_of(serial, 2 * i + dp_rank) / 2).backward()
         tokens, targets = torch.randint(0, 31, (2, 2, 12), generator=torch.Generator().manual_seed(2 * i + rank // 2))
-        vocab_parallel_cross_entropy(wrapped(tokens), targets, vocab_size=31, reduction="sum",
-                                     group=groups[rank // 2]).backward()  # fmt: skip
+        with wrapped.no_sync() if i + 1 < num_micro_batches else contextlib.nullcontext():
+            vocab_parallel_cross_entropy(wrapped(tokens), targets, vocab_size=31, reduction="sum",
+                                         group=tp_group).backward()  # fmt: skip
     assert_equal(serial, parallel)
 
 
+def by_torch(model, group):
+    return nn.parallel.DistributedDataParallel(model, process_group=group, gradient_as_bucket_view=True)
+
+
+def by_dtlab(model, group):
+    return DistributedDataParallel(model, group=group, bucket_bytes=2**12)
+
+
 @pytest.mark.ranks
-def test_data_parallelism_averages_before_the_parts_are_summed():
-    pool(4).run(in_a_grid, 1)
-    pool(4).run(in_a_grid, 3)
+@pytest.mark.parametrize("wrap", [by_dtlab, by_torch])
+def test_data_parallelism_averages_before_the_parts_are_summed(wrap):
+    pool(4).run(in_a_grid, wrap, 1)
+    pool(4).run(in_a_grid, wrap, 3)
 
 
 def with_context_parallelism():
     """On a rank: 2 x 2, tensor parallel inside of context parallel, which has half of the tokens each."""
-    groups = [dist.new_group(ranks) for ranks in ([0, 1], [2, 3], [0, 2], [1, 3])]
-    tp_group, cp_group = groups[dist.get_rank() // 2], groups[2 + dist.get_rank() % 2]
+    tp_group, cp_group = grid()
     serial, parallel = models(group=tp_group)
     parallel.forward = functools.partial(GPT.forward, parallel)
     wrapped = DistributedDataParallel(apply_context_parallel(parallel, group=cp_group), group=cp_group)
@@ -202,10 +263,20 @@ def test_context_parallelism_goes_around_it():
 
 
 def taken(how):
-    """On a rank: gradients that are gone before they are summed."""
+    """On a rank: gradients that are gone before they are summed, or that never came."""
     _, parallel = models()
-    if how == "autograd.grad":
-        return torch.autograd.grad(loss_of(parallel, 0), [parallel.final_layernorm.weight])
+    norm = parallel.final_layernorm.weight
+    if how == "grad, .grad is there":
+        loss_of(parallel, 1).backward()
+        with pytest.raises(ConfigError, match="torch.autograd.grad"):
+            torch.autograd.grad(loss_of(parallel, 0), [norm])
+        return loss_of(parallel, 0).backward()  # to .grad, which is not whole any more
+    if how == "grad":
+        return torch.autograd.grad(loss_of(parallel, 0), [norm])
+    if how == "step in backward":
+        optimizer = torch.optim.SGD([norm], lr=0.1)
+        norm.register_post_accumulate_grad_hook(lambda _: optimizer.step())
+        return loss_of(parallel, 0).backward()
     groups = [dist.new_group([rank]) for rank in range(2)]
     if how == "FSDP":
         return loss_of(FullyShardedModule(parallel, group=groups[dist.get_rank()]).module, 0).backward()
@@ -215,8 +286,10 @@ def taken(how):
 
 
 @pytest.mark.ranks
-@pytest.mark.parametrize("how, text", [("autograd.grad", "was taken from .grad"), (2, "was taken from .grad"),
-                                       ("FSDP", "was taken from .grad"), (1, "changed")])  # fmt: skip
+@pytest.mark.parametrize("how, text", [("grad", "was taken from .grad"), (2, "was taken from .grad"), (1, "changed"),
+                                       ("grad, .grad is there", "the last backward pass failed"),
+                                       ("step in backward", "an optimizer's step in backward"),
+                                       ("FSDP", "was taken from .grad")])  # fmt: skip
 def test_gradients_that_are_taken_before_they_are_summed_are_refused(how, text):
     with pytest.raises(RankError, match=text):
         pool(2).run(taken, how)
@@ -266,12 +339,12 @@ def test_broken_gradients_of_norms_that_are_not_summed_are_a_part_of_the_truth()
 # lengths
 
 
-def of_length(length):
+def of_length(length, rows=(1,)):
     """On a rank."""
     model = apply_tensor_parallel(GPT(CONFIG), sequence_parallel=True)
     try:
         with dtlab.phase("forward"):
-            model(torch.zeros(1, length, dtype=torch.long))
+            model(torch.zeros(*rows, length, dtype=torch.long))
     except ConfigError as error:
         return str(error)
 
@@ -279,6 +352,7 @@ def of_length(length):
 @pytest.mark.ranks
 def test_a_length_that_does_not_divide_is_refused_before_anything_is_sent():
     assert pool(4).run(of_length, 8) == [None] * 4
+    assert all("tokens [8] must be [batch, sequence]" in text for text in pool(4).run(of_length, 8, ()))
     texts = {11: "11 tokens does not divide by tp_size (4), as sequence_parallel needs: use sequences of 8 or 12 "
                  "tokens, or tp_size 1", 6: "4 or 8 tokens, or tp_size 1, 2", 3: "of 4 tokens"}  # fmt: skip
     for length, text in texts.items():
@@ -317,20 +391,20 @@ def test_masks_differ_where_ranks_have_parts_and_nowhere_else(sequence_parallel)
     assert num_different(after) == num_different(evaluated) == 1
 
 
-def dropped(call):
+def dropped(call, device):
     """On a rank: gradients of a model with dropout."""
     model = Model(GPTConfig(vocab_size=31, seq_length=12, hidden_size=24, num_layers=2, num_heads=4, dropout=0.3),
                   seed=1, dtype=torch.float64)  # fmt: skip
     model.call = call
-    apply_tensor_parallel(model, sequence_parallel=True)
+    apply_tensor_parallel(model.to(device), sequence_parallel=True)
     torch.manual_seed(7)
     loss_of(model, 0).backward()
     return {name: p.grad for name, p in model.named_parameters()}
 
 
-def recomputed():
+def recomputed(device="cpu"):
     """On a rank: masks are drawn again when layers are computed again."""
-    close(dropped(recompute), dropped(lambda layer, x: layer(x)))
+    close(dropped(recompute, device), dropped(lambda layer, x: layer(x), device))
 
 
 @pytest.mark.ranks
@@ -338,12 +412,25 @@ def test_recompute_draws_each_ranks_masks_again():
     pool(2).run(recomputed)
 
 
+@pytest.mark.gpu
+@pytest.mark.ranks
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="no NVIDIA GPU")
+def test_recompute_draws_each_ranks_masks_again_on_a_gpu():
+    with dtlab.launch(2, device="cuda", share_gpu=torch.cuda.device_count() < 2) as ranks:
+        ranks.run(recomputed, "cuda")
+
+
 # what a layer sends and keeps
 
 
-def one_layer(config, sequence_parallel, dtype=torch.bfloat16):
-    """On a rank: forward and backward of one layer, with 1-byte dropout masks."""
+def with_small_masks(config, sequence_parallel):
+    """On a rank that is played, and ends with it: dropout as on a GPU, with masks of a byte."""
     torch.nn.functional.dropout = lambda x, p, *_: torch.native_dropout(x, p, True)[0]
+    one_layer(config, sequence_parallel)
+
+
+def one_layer(config, sequence_parallel, dtype=torch.bfloat16):
+    """On a rank: forward and backward of one layer."""
     model = apply_tensor_parallel(GPT(config, dtype=dtype), sequence_parallel=sequence_parallel)
     length = config.seq_length // (dist.get_world_size() if sequence_parallel else 1)
     x = torch.ones(1, length, config.hidden_size, dtype=dtype).requires_grad_()
@@ -374,7 +461,7 @@ def test_a_layer_calls_what_theory_says(sequence_parallel):
 def test_a_layer_keeps_the_bytes_of_the_formula(tp_size, sequence_parallel, mib):
     config = GPTConfig(vocab_size=8, seq_length=2048, hidden_size=4096, num_layers=1, num_heads=32, dropout=0.1,
                        flash_attention=False)  # fmt: skip
-    recording = dtlab.record_dry(one_layer, config, sequence_parallel, world_size=tp_size)
+    recording = dtlab.record_dry(with_small_masks, config, sequence_parallel, world_size=tp_size)
     events = recording.events[0]
     last = max(i for i, event in enumerate(events) if event.phase.get("name") == "forward")
     *_, (_, live) = live_bytes(events[:last])

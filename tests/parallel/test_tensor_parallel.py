@@ -1,4 +1,5 @@
 """Tensor parallelism against one process, in float64: whole models, refusals, bytes; and broken on purpose."""
+import copy
 import dataclasses
 import functools
 import warnings
@@ -7,13 +8,14 @@ import pytest
 import torch
 import torch.distributed as dist
 from live_ranks import pool
+from split_gpt import batch, close, compare, compare_gradients, serial_gpt, with_shards
 from torch import nn
 
 import dtlab
 from dtlab import theory
 from dtlab.errors import ConfigError, RankError
 from dtlab.models import GPT, GPTConfig, cross_entropy, init_by_name, num_params
-from dtlab.parallel import tensor_parallel
+from dtlab.parallel import DistributedDataParallel, FullyShardedModule, ZeroOptimizer, tensor_parallel
 from dtlab.parallel.tensor_parallel import (
     ParallelAttention,
     ParallelFeedForward,
@@ -26,34 +28,6 @@ from dtlab.parallel.tensor_parallel import (
 LESSON = GPTConfig(seq_length=24)  # hidden 192, 12 heads, 4 layers, 256 tokens
 SMALL = GPTConfig(vocab_size=30, seq_length=12, hidden_size=48, num_layers=2, num_heads=12)
 NUM_STEPS = 5
-close = functools.partial(torch.testing.assert_close, rtol=1e-10, atol=1e-12)
-
-
-def serial_gpt(config, **factory):
-    """With biases and norms that are not all alike."""
-    model = GPT(config, seed=1, **{"dtype": torch.float64, **factory})
-    generator = torch.Generator().manual_seed(2)
-    with torch.no_grad():
-        for parameter in model.parameters():
-            if parameter.dim() == 1:
-                parameter.add_(torch.randn(parameter.shape, generator=generator, dtype=torch.float64) / 10)
-    return model
-
-
-def batch(config, step):
-    """Other tokens in each step and row, some of which do not count."""
-    generator = torch.Generator().manual_seed(step)
-    tokens = torch.randint(0, config.vocab_size, (2, config.seq_length + 1), generator=generator)
-    targets = tokens[:, 1:].masked_fill(torch.rand(2, config.seq_length, generator=generator) < 0.2, -100)
-    return tokens[:, :-1], targets
-
-
-def with_shards(model):
-    """Name, parameter and how it is cut out of the whole one."""
-    for name, parameter in model.named_parameters():
-        path, _, leaf = name.rpartition(".")
-        shard = getattr(model.get_submodule(path), "parameter_shards", {}).get(leaf)
-        yield name, parameter, shard.take if shard else lambda whole: whole
 
 
 def keep_embeddings(model, kept):
@@ -86,16 +60,11 @@ def equals_serial(config, num_steps, *ways):
             its_loss.backward()
         for model, kept in zip(models[1:], inputs[1:]):
             close(kept[-1].grad, inputs[0][-1].grad, msg="input gradient: ".__add__)
-            compare(model, {name: p.grad for name, p in serial.named_parameters()}, "gradient of ", lambda p: p.grad)
+            compare_gradients(model, serial)
         for optimizer in optimizers:
             optimizer.step()
     for model in models[1:]:
         compare(model, dict(serial.named_parameters()), f"after {num_steps} steps ", lambda p: p)
-
-
-def compare(model, whole, what, of):
-    for name, parameter, take in with_shards(model):
-        close(of(parameter), take(whole[name]), msg=f"{what}{name}: ".__add__)
 
 
 BOTH = {}, {"sequence_parallel": True}
@@ -192,7 +161,7 @@ def starts_on_meta(config):
     serial = GPT(config, seed=1, dtype=torch.float64)
     cross_entropy(serial(tokens), targets, reduction="sum").backward()
     vocab_parallel_cross_entropy(model(tokens), targets, vocab_size=30, reduction="sum").backward()
-    compare(model, {name: p.grad for name, p in serial.named_parameters()}, "gradient of ", lambda p: p.grad)
+    compare_gradients(model, serial)
 
 
 @pytest.mark.ranks
@@ -211,7 +180,7 @@ def single_layers(config):
         close(*ys)
         for y in ys:
             y.square().sum().backward()
-        compare(parallel, {name: p.grad for name, p in whole.named_parameters()}, "gradient of ", lambda p: p.grad)
+        compare_gradients(parallel, whole)
 
 
 @pytest.mark.ranks
@@ -234,6 +203,79 @@ def from_other_seeds():
 @pytest.mark.ranks
 def test_the_model_starts_with_the_first_ranks_values():
     pool(3).run(from_other_seeds)
+
+
+# other dtypes and devices
+
+
+def passed(kv_heads, how, sequence_parallel, device="cpu"):
+    """On a rank: gradients of a model in 16 bits, or of a float64 one on a GPU, held against the serial one's."""
+    dtype = {"16 bits": torch.bfloat16, "autocast": torch.float32, "float64": torch.float64}[how]
+    config = dataclasses.replace(SMALL, num_kv_heads=kv_heads)
+    serial, model = serial_gpt(config), serial_gpt(config, dtype=dtype).to(device)
+    apply_tensor_parallel(model, sequence_parallel=sequence_parallel)
+    tokens, targets = batch(config)
+    cross_entropy(serial(tokens), targets, reduction="sum").backward()
+    with torch.autocast("cpu", torch.bfloat16, enabled=how == "autocast"):
+        logits = model(tokens.to(device))
+    loss = vocab_parallel_cross_entropy(logits, targets.to(device), vocab_size=30, reduction="sum")
+    loss.backward()
+    assert loss.dtype == (torch.float64 if how == "float64" else torch.float32)
+    assert logits.dtype == (torch.float64 if how == "float64" else torch.bfloat16)
+    assert all(p.grad.dtype == dtype for p in model.parameters())
+    compare_gradients(model, serial, close if how == "float64" else within_16_bits)
+    norms = [clip_grad_norm_(model, torch.inf).cpu(), nn.utils.clip_grad_norm_(serial.parameters(), torch.inf)]
+    (close if how == "float64" else within_16_bits)(*norms, msg="norm: ".__add__)
+    return model.final_layernorm.weight.grad.cpu()
+
+
+def within_16_bits(part, right, msg):
+    """As far as all elements together go."""
+    error = (part.double() - right).norm() / right.norm()
+    assert error < 0.06, msg(f"{error:.3f} of its norm")
+
+
+@pytest.mark.ranks
+@pytest.mark.parametrize("how", ["16 bits", "autocast"])
+@pytest.mark.parametrize("sequence_parallel", [False, True])
+def test_models_in_16_bits_have_the_serial_gradients_and_copies_stay_equal(how, sequence_parallel):
+    first, *others = pool(4).run(passed, 2, how, sequence_parallel)
+    assert all(torch.equal(first, other) for other in others)
+
+
+@pytest.mark.gpu
+@pytest.mark.ranks
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="no NVIDIA GPU")
+@pytest.mark.parametrize("kv_heads, sequence_parallel", [(12, False), (1, True)])
+def test_on_a_gpu(kv_heads, sequence_parallel):
+    with dtlab.launch(2, device="cuda", share_gpu=torch.cuda.device_count() < 2) as ranks:
+        ranks.run(passed, kv_heads, "float64", sequence_parallel, "cuda")
+
+
+# copies
+
+
+def copied():
+    """On a rank: a copy of a model with a group trains as the serial one, by itself."""
+    group = dist.new_group([0, 1])
+    config = dataclasses.replace(SMALL, num_kv_heads=1)
+    serial, model = serial_gpt(config), apply_tensor_parallel(serial_gpt(config), group=group, sequence_parallel=True)
+    twin = copy.deepcopy(model)
+    assert twin.output_layer.weight is twin.token_embedding.weight is not model.token_embedding.weight
+    tokens, targets = batch(config)
+    for _ in range(2):
+        cross_entropy(serial(tokens), targets, reduction="sum").backward()
+        vocab_parallel_cross_entropy(twin(tokens), targets, vocab_size=30, reduction="sum", group=group).backward()
+    compare_gradients(twin, serial)
+    assert all(p.grad is None for p in model.parameters())
+    average = torch.optim.swa_utils.AveragedModel(model)
+    average.update_parameters(twin)
+    close(average(tokens), model(tokens))
+
+
+@pytest.mark.ranks
+def test_a_copy_of_a_model_with_a_group_is_a_model_of_that_group():
+    pool(2).run(copied)
 
 
 # norms
@@ -272,7 +314,31 @@ def clipped(config, sequence_parallel):
     cross_entropy(serial(tokens), targets, reduction="sum").backward()
     vocab_parallel_cross_entropy(parallel(tokens), targets, vocab_size=30, reduction="sum").backward()
     close(clip_grad_norm_(parallel, 1.0), nn.utils.clip_grad_norm_(serial.parameters(), 1.0))
-    compare(parallel, {name: p.grad for name, p in serial.named_parameters()}, "", lambda p: p.grad)
+    compare_gradients(parallel, serial)
+
+
+def clipped_in_a_grid():
+    """On a rank of four: two copies of a model, of parts on ranks 0 and 1, and 2 and 3."""
+    group = [dist.new_group([0, 1]), dist.new_group([2, 3])][dist.get_rank() // 2]
+    serial, parallel = serial_gpt(SMALL), apply_tensor_parallel(serial_gpt(SMALL), group=group)
+    for model in (serial, parallel):
+        for p in model.parameters():
+            p.grad = p.detach().clone()
+    close(clip_grad_norm_(parallel, 1.0), nn.utils.clip_grad_norm_(serial.parameters(), 1.0))
+    compare_gradients(parallel, serial)
+    texts = []
+    for wrong in (serial, list(parallel.parameters())):
+        with pytest.raises(ConfigError) as error:
+            clip_grad_norm_(wrong, 1.0)
+        texts.append(str(error.value))
+    return texts
+
+
+@pytest.mark.ranks
+def test_the_norm_is_over_the_layers_own_group():
+    for of_serial, of_list in pool(4).run(clipped_in_a_grid):
+        assert "model is of type GPT with layers of 0 tensor-parallel groups" in of_serial
+        assert "model is of type list" in of_list
 
 
 @pytest.mark.ranks
@@ -282,6 +348,10 @@ def test_the_norm_of_a_model_with_shared_heads_and_padding_is_the_serial_one():
 
 
 # refusals
+
+
+class Lora(nn.Linear):
+    """A linear whose ``forward`` may be another."""
 
 
 def refused(how):
@@ -294,12 +364,19 @@ def refused(how):
         "wrapped": lambda: dtlab.parallel.DistributedDataParallel(model),
         "no GPT": lambda: nn.Linear(2, 2),
         "a changed one": lambda: setattr(model.layers[0], "mlp", nn.Identity()) or model,
+        "a linear of another kind": lambda: setattr(model.layers[0].mlp, "linear_fc1", Lora(24, 96)) or model,
+        "one with more": lambda: model.layers[0].register_module("adapter", nn.Linear(24, 24)) or model,
+        "no bias": lambda: setattr(model.layers[0].mlp.linear_fc1, "bias", None) or model,
+        "no dropout": lambda: setattr(model.layers[0], "dropout", nn.Identity()) or model,
+        "a layer twice": lambda: model.layers.__setitem__(1, model.layers[0]) or model,
+        "tied": lambda: setattr(model.layers[0].pre_mlp_layernorm, "bias", model.final_layernorm.bias) or model,
+        "on meta": lambda: model.to("meta" if rank == 1 else "cpu"),
         "another dtype": lambda: model.to(torch.float64 if rank == 2 else torch.float32),
         "other sizes": lambda: GPT(GPTConfig(**{**sizes, "num_heads": 8 if rank == 1 else 4})),
     }
     model = wrong[how]() if how in wrong else model
     group = dist.new_group([0, 2]) if how == "no member" else None
-    as_it_is = lambda: [(name, id(p), p.sum().item()) for name, p in model.named_parameters()]
+    as_it_is = lambda: [(name, id(p), p.is_meta or p.sum().item()) for name, p in model.named_parameters()]
     before = as_it_is()
     if how == "no member" and rank in (0, 2):
         return None, True
@@ -311,7 +388,7 @@ def refused(how):
 
 WRONG_SIZES = {
     "heads": {"num_heads": 6}, "kv heads": {"num_heads": 12, "num_kv_heads": 3}, "ffn": {"ffn_hidden_size": 50},
-    "vocabulary": {"vocab_size": 3},
+    "vocabulary": {"vocab_size": 3}, "a layer twice": {"num_layers": 2},
 }  # fmt: skip
 
 
@@ -322,6 +399,10 @@ WRONG_SIZES = {
     ("ffn", "ffn_hidden_size (50) does not divide by tp_size (4); legal are 1, 2"),
     ("vocabulary", "vocab_size (3) is below tp_size (4)"), ("twice", "the model is parallel already"),
     ("wrapped", "wrap the plain model"), ("no GPT", "give a dtlab.models.GPT"), ("a changed one", "mlp is a Identity"),
+    ("a linear of another kind", "layers.0.mlp.linear_fc1 is a test_tensor_parallel.Lora, not a Linear as in a plain"),
+    ("one with more", "layers.0.adapter is a Linear, not there as in"), ("tied", "and layers.0.pre_mlp_layernorm.bias"),
+    ("no bias", "linear_fc1.bias is missing, not [96]"), ("no dropout", "dropout is a Identity, not a Dropout"),
+    ("a layer twice", "layers.1.input_layernorm.weight is [24] and"), ("on meta", "[30, 24] on meta, trainable"),
     ("another dtype", "rank 2 has another model"), ("other sizes", "rank 1 has another model"),
     ("other options", "rank 3 has another model or option"), ("no member", "is not in this group"),
 ])  # fmt: skip
@@ -340,3 +421,27 @@ def test_twelve_heads_on_eight_ranks_are_refused_with_the_legal_degrees():
     text = r"num_heads \(12\) does not divide by tp_size \(8\); legal are 1, 2, 3, 4, 6, 12"
     with pytest.raises(RankError, match=text):
         dtlab.record_dry(lambda: apply_tensor_parallel(GPT(GPTConfig())), world_size=8)
+
+
+def over_the_same_ranks(wrap):
+    """On a rank of four, 2 x 2: averaging, or sharding, over ranks with other parts; then over those with the same."""
+    pairs = [dist.new_group(ranks) for ranks in ([0, 1], [2, 3], [0, 2], [1, 3])]
+    model = apply_tensor_parallel(GPT(SMALL), group=pairs[dist.get_rank() // 2])
+    texts = []
+    for group in (None, pairs[dist.get_rank() // 2]):
+        with pytest.raises(ConfigError) as error:
+            wrap(model, group=group)
+        texts.append(str(error.value))
+    wrap(model, group=pairs[2 + dist.get_rank() % 2])
+    return texts
+
+
+@pytest.mark.ranks
+@pytest.mark.parametrize("wrap", [
+    DistributedDataParallel, FullyShardedModule, functools.partial(ZeroOptimizer, optimizer_class=torch.optim.SGD),
+])  # fmt: skip
+def test_ranks_with_parts_of_one_model_are_not_averaged_over(wrap):
+    for rank, texts in enumerate(pool(4).run(over_the_same_ranks, wrap)):
+        mine = [0, 1] if rank < 2 else [2, 3]
+        for text, its in zip(texts, ([0, 1, 2, 3], mine)):
+            assert f"tensor-parallel over ranks {mine}, and this group has ranks {its}" in text

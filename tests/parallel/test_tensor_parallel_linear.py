@@ -398,6 +398,25 @@ def test_in_16_bits_dtypes_are_those_of_nn_linear_and_values_close(how):
             torch.testing.assert_close(ours, theirs, rtol=0.05, atol=0.05 * theirs.abs().max().item())
 
 
+def backward_in_autocast(kind):
+    """On a rank: gradients of a float32 pass, and of the same one whose backward() is called inside of autocast."""
+    layer, found = KINDS[kind][0](IN, OUT, seed=1, **KINDS[kind][1]), []
+    for inside in (False, True):
+        x = cut(inputs()[0].float(), cuts(kind)["x"], dist.get_rank(), dist.get_world_size()).requires_grad_()
+        loss, layer.weight.grad = layer(x).square().sum(), None
+        with torch.autocast("cpu", torch.bfloat16, enabled=inside):
+            loss.backward()
+        found.append([x.grad, layer.weight.grad])
+    return found
+
+
+@pytest.mark.ranks
+@pytest.mark.parametrize("kind", ["column", "column, sequence"])
+def test_backward_computes_in_the_dtype_of_forward(kind):
+    for outside, inside in pool(2).run(backward_in_autocast, kind):
+        torch.testing.assert_close(inside, outside, rtol=1e-6, atol=1e-6)
+
+
 def autocast_double():
     with torch.autocast("cpu", torch.bfloat16):
         return make("column")(inputs()[0]).dtype
