@@ -57,8 +57,8 @@ def tensor_parallel():
     shares = [f"{_share(tensor_parallel_layer(GPT_7_5B, hardware, tp_size=its, overlap=False)):.0%}"
               for its in (few, node, more)]  # fmt: skip
     return Explorer(draw_tensor_parallel, controls, first=first, last={"tp_size": more},
-                    move=f"Drag tp {few} -> {node} -> {more}, in nodes of 8: communication takes {', '.join(shares)} "
-                         "of a layer's time. Then change nodes and links.",
+                    move=f"Drag tp {few} -> {node} -> {more}, in nodes of 8, in one ring: communication takes "
+                         f"{', '.join(shares)} of a layer's time. Then change nodes, links and collectives.",
                     run=Run("Run a small GPT's layer on live ranks", lambda **_: measure(), takes="about 5 s",
                             shows="the lowest picture"))  # fmt: skip
 
