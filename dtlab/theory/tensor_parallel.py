@@ -95,6 +95,8 @@ def tp_params(shape: ModelShape, *, tp_size: int) -> int:
         >>> [round(tp_params(GPT_7_5B, tp_size=t) / 1e9, 2) for t in (1, 2, 4, 8)]
         [7.47, 3.74, 1.87, 0.94]
     """
+    if shape.vocab_size < tp_size:
+        raise ConfigError(f"vocab_size ({shape.vocab_size}) is below tp_size ({tp_size}): a rank would have no token")
     h, tables = shape.hidden_size, 1 if shape.tie_embeddings else 2
     rest = h if isinstance(shape, LlamaShape) else 2 * h + shape.seq_length * h
     layers = shape.num_layers * tp_layer_params(shape, tp_size=tp_size)

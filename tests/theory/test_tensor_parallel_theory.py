@@ -88,7 +88,7 @@ def numbers_of_parameters(config):
     for tp_size in (1, 2, 4):
         first = dist.get_rank() // tp_size * tp_size
         group = dist.new_group(range(first, first + tp_size), use_local_synchronization=True)
-        model = apply_tensor_parallel(GPT(config), group=group)
+        model = apply_tensor_parallel(GPT(config, device="meta"), group=group)
         layer = list(model.layers[0].parameters())
         counted.append([sum(p.numel() for p in its) for its in (
             model.parameters(), layer, (p for p in layer if p.dim() == 2))])  # fmt: skip
@@ -190,6 +190,7 @@ def test_what_a_layer_keeps_without_its_scores(choices, mib):
 
 @pytest.mark.parametrize("call, words", [
     (lambda: tp_params(GPT_7_5B, tp_size=3), r"num_heads \(32\) does not divide by tp_size \(3\); legal are 1, 2, 4"),
+    (lambda: tp_params(ModelShape(**{**SIZES, "vocab_size": 3}), tp_size=12), r"vocab_size \(3\) is below tp_size"),
     (lambda: tp_layer_params(GPT_7_5B, tp_size=0), r"tp_size \(0\) must be at least 1"),
     (lambda: legal_tp_sizes(GPT_7_5B, 0), r"max_size \(0\) must be at least 1"),
     (lambda: tp_layer_collectives(ModelShape(**{**SIZES, "seq_length": 9}), micro_batch_size=1, tp_size=2,
