@@ -1,7 +1,7 @@
 """The vocabulary cut over ranks: the embedding, and the loss of logits of which each rank has some columns.
 
-Letters: t ranks of the group, V vocab_size, h hidden_size, r = ceil(V / t) rows of the vocabulary on each rank; the
-last ranks' may be padding, past V.
+Letters: t ranks of the group, V vocab_size, h hidden_size, B batch_size, S seq_length, r = ceil(V / t) rows of the
+vocabulary on each rank; the last ranks' may be padding, past V.
 """
 import functools
 
@@ -179,7 +179,7 @@ class _CrossEntropy(torch.autograd.Function):
 
 
 def _largest(numbers, targets, vocab_size, group, reduction):
-    """The largest over the ranks, in place, of one number a token; ids that do not fit are refused on every rank.
+    """The largest over the ranks of one number a token; targets that do not fit are refused on every rank.
 
     Two numbers go along, s and -s: their largest add up to 0 if s, a sum over targets and options, is the same on all.
     """
@@ -203,5 +203,5 @@ def _largest(numbers, targets, vocab_size, group, reduction):
 def _all_reduce(numbers, op, group):
     """In place, of one number a token, and returned."""
     if dist.get_world_size(group) > 1:
-        dist.all_reduce(numbers, op, group=group)  # all_reduce, 2 (t-1)/t N*itemsize
+        dist.all_reduce(numbers, op, group=group)  # all_reduce, 2 (t-1)/t BS*itemsize
     return numbers

@@ -35,36 +35,44 @@ def keep_embeddings(model, kept):
     model.token_embedding.register_forward_hook(lambda module, inputs, y: y.retain_grad() or kept.append(y))
 
 
-def equals_serial(config, num_steps, *ways):
-    """On a rank: assert that parallel models, made in each of these ways, train as the serial one does."""
-    torch.set_num_threads(1)
-    serial = serial_gpt(config)
-    models = [serial, *(apply_tensor_parallel(serial_gpt(config), **options) for options in ways)]
-    inputs, optimizers = [[] for _ in models], []
-    for model, kept in zip(models, inputs):
-        assert model.state_dict().keys() == serial.state_dict().keys()
-        keep_embeddings(model, kept)
-        optimizers.append(torch.optim.AdamW(model.parameters(), lr=1e-2, eps=1e-6))
+def steps(model, num_steps, loss_of):
+    """Train: after each backward pass logits, loss and the gradient of the layers' input; parameters have theirs."""
+    kept = []
+    keep_embeddings(model, kept)
+    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2, eps=1e-6)
     for step in range(num_steps):
-        tokens, targets = batch(config, step)
-        logits = serial(tokens)
-        loss = cross_entropy(logits, targets, reduction="mean")
-        losses = [loss]
-        for model in models[1:]:
-            mine = model(tokens)
-            close(gather_from_tp_region(mine)[..., : config.vocab_size], logits, msg="logits: ".__add__)
-            losses.append(vocab_parallel_cross_entropy(mine, targets, vocab_size=config.vocab_size, reduction="mean"))
-            close(losses[-1], loss, msg="loss: ".__add__)
-        for its_loss, optimizer in zip(losses, optimizers):
-            optimizer.zero_grad()
-            its_loss.backward()
-        for model, kept in zip(models[1:], inputs[1:]):
-            close(kept[-1].grad, inputs[0][-1].grad, msg="input gradient: ".__add__)
-            compare_gradients(model, serial)
-        for optimizer in optimizers:
-            optimizer.step()
-    for model in models[1:]:
-        compare(model, dict(serial.named_parameters()), f"after {num_steps} steps ", lambda p: p)
+        tokens, targets = batch(model.config, step)
+        logits = model(tokens)
+        loss = loss_of(logits, targets, reduction="mean")
+        optimizer.zero_grad()
+        loss.backward()
+        yield logits.detach(), loss.detach(), kept[-1].grad
+        optimizer.step()
+
+
+@functools.cache
+def serial_steps(config, num_steps):
+    """One process: of each step what ``steps`` gives, and gradients; and the parameters at the end."""
+    model, found = serial_gpt(config), []
+    for values in steps(model, num_steps, cross_entropy):
+        found.append((values, {name: p.grad.clone() for name, p in model.named_parameters()}))
+    return found, {name: p.detach() for name, p in model.named_parameters()}
+
+
+def equals_serial(config, serial, *ways):
+    """On a rank: assert that parallel models, made in each of these ways, train as the serial one does."""
+    loss_of = functools.partial(vocab_parallel_cross_entropy, vocab_size=config.vocab_size)
+    found, params = serial
+    for options in ways:
+        model = serial_gpt(config)
+        names = model.state_dict().keys()
+        assert apply_tensor_parallel(model, **options).state_dict().keys() == names
+        for mine, (whole, grads) in zip(steps(model, len(found), loss_of), found):
+            mine = gather_from_tp_region(mine[0])[..., : config.vocab_size], *mine[1:]
+            for what, value, its in zip(("logits", "loss", "input gradient"), mine, whole):
+                close(value, its, msg=f"{what}: ".__add__)
+            compare(model, grads, "gradient of ", lambda p: p.grad)
+        compare(model, params, f"after {len(found)} steps ", lambda p: p)
 
 
 BOTH = {}, {"sequence_parallel": True}
@@ -79,14 +87,14 @@ VARIANTS = {  # ranks -> sizes and ways
 }  # fmt: skip
 
 
-def train_all(tp_size):
+def train_all(tp_size, lesson, serials):
     """On a rank: the lessons' model and smaller ones of all kinds. Nothing warns."""
     with warnings.catch_warnings():
         warnings.simplefilter("error")
-        equals_serial(LESSON, NUM_STEPS, *BOTH)
+        equals_serial(LESSON, lesson, *BOTH)
         has_as_many_parameters_as_theory_says(tp_size)
-        for sizes, ways in VARIANTS[tp_size]:
-            equals_serial(dataclasses.replace(SMALL, **sizes), 2, *ways)
+        for (sizes, ways), serial in zip(VARIANTS[tp_size], serials):
+            equals_serial(dataclasses.replace(SMALL, **sizes), serial, *ways)
 
 
 def has_as_many_parameters_as_theory_says(tp_size):
@@ -97,13 +105,13 @@ def has_as_many_parameters_as_theory_says(tp_size):
         assert num_params(apply_tensor_parallel(GPT(config, device="meta"))) == theory.tp_params(shape, tp_size=tp_size)
 
 
-def straight(tp_size):
+def straight(serial):
     """On a rank, broken on purpose: rows cut as if all queries came first, then all keys, then all values."""
     right = tensor_parallel._qkv_rows
     tensor_parallel._qkv_rows = lambda config, rank, size, whole: torch.cat(
         [part.chunk(size)[rank] for part in whole.chunk(3)])
     try:
-        equals_serial(SMALL, 1, {})
+        equals_serial(SMALL, serial, {})
     finally:
         tensor_parallel._qkv_rows = right
 
@@ -111,13 +119,14 @@ def straight(tp_size):
 @pytest.mark.ranks
 @pytest.mark.parametrize("tp_size", [1, 2, 3, 4])
 def test_training_equals_one_process(tp_size):
-    pool(tp_size).run(train_all, tp_size)
+    serials = [serial_steps(dataclasses.replace(SMALL, **sizes), 2) for sizes, _ in VARIANTS[tp_size]]
+    pool(tp_size).run(train_all, tp_size, serial_steps(LESSON, NUM_STEPS), serials)
 
 
 @pytest.mark.ranks
 def test_broken_heads_that_are_cut_apart_give_other_logits():
     with pytest.raises(RankError, match="logits: "):
-        pool(4).run(straight, 4)
+        pool(4).run(straight, serial_steps(SMALL, 1))
 
 
 def owned(config):
