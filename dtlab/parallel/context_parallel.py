@@ -191,7 +191,7 @@ def _refuse_what_differs(q, k, v, *, group, **options):
         refuse_different_rows([*mine.items(), ("a gradient needed", str(needs_grad))], group, "other arguments",
                               "split_sequence gives each rank equally many tokens")
     _refuse_what_does_not_fit(mine, **inputs)
-    _refuse_options(q.size(2) * dist.get_world_size(group), group=group, **options)
+    _positions(q.size(2) * dist.get_world_size(group), dist.get_world_size(group), options["layout"], "cpu")
     # Subtle: only the last call. Were an older one taken as known, a rank that alone goes back to it would not compare
     _AGREED[group or dist.group.WORLD] = mine, {needs_grad, *agreed} if mine == last else {needs_grad}
 
@@ -205,12 +205,8 @@ def _refuse_what_does_not_fit(mine, q, k, v):
     if k.shape != v.shape or q[:, 0].shape != k[:, 0].shape or not q.dtype == k.dtype == v.dtype:
         raise ConfigError(f"{shapes}: dtype and all sizes must be equal, but that q may have more heads than k and v")
     divisible("heads of q", q.size(1), "heads of k and v", k.size(1))
-
-
-def _refuse_options(seq_length, *, causal, layout, group):
-    if not isinstance(causal, bool):
-        raise ConfigError(f"causal ({causal!r}) must be True or False")
-    _positions(seq_length, dist.get_world_size(group), layout, "cpu")
+    if mine["causal"] not in ("True", "False"):
+        raise ConfigError(f"causal ({mine['causal']}) must be True or False")
 
 
 # a model

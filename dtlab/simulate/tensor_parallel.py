@@ -121,7 +121,7 @@ def megatron_2019_efficiency(recordings: dict, hardware: Hardware = DGX_2H):
     return table
 
 
-def context_parallel_attention(shape: ModelShape, hardware: Hardware, *, cp_size: int, layout: str = "contiguous",
+def context_parallel_attention(shape: ModelShape, hardware: Hardware, *, cp_size: int, layout: str = "zigzag",
                                method: str = "ring", causal: bool = True) -> Timeline:
     """The timeline of forward and backward of one layer's attention on one sequence, between the projections.
 
