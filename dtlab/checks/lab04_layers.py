@@ -6,7 +6,7 @@ from dtlab.checks import lab04_model as lab
 from dtlab.checks.compare import difference
 from dtlab.checks.evidence import Case
 from dtlab.checks.exercise import Exercise, Mistake, failed, when
-from dtlab.checks.lab03_model import called, draw, fill
+from dtlab.checks.lab03_model import draw, fill
 
 # layers: {"first.weight": [out, h], "first.bias": [out], "second.weight": [h, in], "second.bias": [h]}
 
@@ -55,13 +55,15 @@ def layer(case, **made):
     with lab.by_hand():
         model, x = make(*whole_layers(case), *more), case["x"].clone().requires_grad_()
         y = model(x)
-        (y * case["weights"]).sum().backward()
+        if y.shape == case["weights"].shape:
+            (y * case["weights"]).sum().backward()
         parameters, names = list(model.parameters()), list(weights_of(case))
         few, t = case["refuses"], case.world_size
         refused = lab.refusal(lambda: make(*whole_layers(case), few), few, t) if few else ""
         storages = {its.untyped_storage().data_ptr(): its.untyped_storage().nbytes() for its in parameters}
-    return {"shapes": [tuple(its.shape) for its in parameters], "output": y, "gradient of x": x.grad,
+    return {"shapes": [tuple(its.shape) for its in parameters],
             "parameters": {name: its.detach() for name, its in zip(names, parameters)},
+            "output": y, "gradient of x": x.grad,
             "gradients": {name: lab.grad_of(its) for name, its in zip(names, parameters)},
             "memory": _memory(sum(storages.values()), sum(its.nbytes for its in parameters)),
             "refused": refused}  # fmt: skip
@@ -81,12 +83,13 @@ def _linear(x, weights, name, bias=True):
     return y
 
 
-def _inside(case, x, weights, heads, causal):
+def _inside(case, x, weights, heads, causal, by_head):
     """Between input and last linear: GELU, or attention of so many heads on a rank."""
     y = _linear(x, weights, case["names"][0])
     if case["blocks"] == 1:
         return nn.functional.gelu(y)
-    q, k, v = (its.unflatten(-1, (heads, -1)).transpose(-2, -3) for its in y.chunk(3, -1))
+    cut = lambda its: its.unflatten(-1, (heads, -1)).transpose(-2, -3)
+    q, k, v = cut(y).chunk(3, -1) if by_head else map(cut, y.chunk(3, -1))
     return lab.attend(q, k, v, causal).transpose(-2, -3).flatten(-2)
 
 
@@ -94,13 +97,13 @@ _BIAS = {  # the factor of the second bias inside g on each rank, where it is no
     "each": torch.ones, "first": lambda t: torch.eye(t)[0], "share": lambda t: torch.ones(t) / t}  # fmt: skip
 
 
-def flow(case, parts, f=lab.F, g=lab.G, bias="once", heads=None, causal=True):
+def flow(case, parts, f=lab.F, g=lab.G, bias="once", heads=None, causal=True, by_head=False):
     """Output and gradients by rank, of ranks with these parts."""
     t, name = len(parts), case["names"][1]
     f, g = lab.across(*f), lab.across(*g)
     weights = {key: torch.stack([its[key] for its in parts]).requires_grad_() for key in parts[0]}
     x = case["x"].expand(t, *case["x"].shape).clone().requires_grad_()
-    y = _linear(_inside(case, f(x), weights, heads or case["heads"] // t, causal), weights, name, bias=False)
+    y = _linear(_inside(case, f(x), weights, heads or case["heads"] // t, causal, by_head), weights, name, bias=False)
     own = weights.get(f"{name}.bias", torch.zeros(t, 1))
     own = (f(own) if bias == "copied" else own).view(t, *[1] * (y.dim() - 2), -1)
     y = g(y + _BIAS[bias](t).view(t, *[1] * (y.dim() - 1)) * own) if bias in _BIAS else g(y) + own
@@ -110,8 +113,8 @@ def flow(case, parts, f=lab.F, g=lab.G, bias="once", heads=None, causal=True):
 
 
 def _result(output, of_x, parameters, gradients):
-    return {"shapes": [tuple(its.shape) for its in parameters.values()], "output": output, "gradient of x": of_x,
-            "parameters": parameters, "gradients": gradients, "memory": "", "refused": ""}  # fmt: skip
+    return {"shapes": [tuple(its.shape) for its in parameters.values()], "parameters": parameters, "output": output,
+            "gradient of x": of_x, "gradients": gradients, "memory": "", "refused": ""}  # fmt: skip
 
 
 def layer_spec(case):
@@ -175,21 +178,20 @@ def _rows(how):
     return when(seen)
 
 
+def _heads(evidence, expected):
+    """Into how many heads a rank's part was cut, if not into its own."""
+    width = evidence.case["widths"][1] // evidence.case.world_size
+    return next((str(count) for count in range(1, width + 1) if width % count == 0
+                 and _as_if(heads=count)(evidence, expected)), False)  # fmt: skip
+
+
 def _shapes(test):
-    """Whether the shapes are wrong, and ``test(theirs, whole, case)``; says them."""
+    """Whether the shapes are wrong, and ``test(theirs, right, whole)``; says them."""
     def seen(evidence, expected):
         theirs, right = (its[-1]["shapes"] for its in (evidence.results, expected))
         whole = [tuple(its.shape) for its in weights_of(evidence.case).values()]
-        return theirs != right and test(theirs, whole, evidence.case) and f"{theirs} where {right} are asked for"
+        return theirs != right and test(theirs, right, whole) and f"{theirs} where {right} are asked for"
     return when(seen)
-
-
-def _turned(theirs, whole, case):
-    """Whether a matrix is cut along its other dimension."""
-    t = case.world_size
-    matrices = [(its, all_) for its, all_ in zip(theirs, whole) if len(all_) == 2]
-    return any(its == cut for number, (its, (rows, columns)) in enumerate(matrices)
-               for cut in [(rows, columns // t) if number == 0 else (rows // t, columns)])  # fmt: skip
 
 
 _twice = lab.within(lambda _: 2, lambda case: 2 * case["x"].nbytes)
@@ -197,19 +199,19 @@ _LAYERS = (
     *lab.COMMON,
     Mistake("forgets bias=False", "a linear without bias has None there: {}.",
             failed("raised", says=r"'NoneType' object[^\n]*")),
-    Mistake("hidden pieces", "parameters() gives none: an nn.Module shows what is an nn.Parameter or a module of its "
-            "own.", _shapes(lambda theirs, *_: not theirs)),
+    Mistake("parts do not fit", "{}: of the first weight a rank has [out / t, in], of its bias as many, of the second "
+            "weight [out, in / t]. torch keeps a weight as [out, in].",
+            failed("raised", says=r"(mat1 and mat2 shapes|The expanded size of)[^\n]*")),
     Mistake("whole weights", "every rank keeps the whole weights ({}): t times the memory, and nothing is saved.",
-            _shapes(lambda theirs, whole, _: theirs == whole)),
-    Mistake("cut the other way", "a weight is cut along its other dimension ({}). torch keeps a weight as [out, in]. "
-            "The first is cut by outputs, the second by inputs: what lies between is one rank's alone, with no sum.",
-            _shapes(_turned)),
+            _shapes(lambda theirs, _, whole: theirs == whole)),
+    Mistake("another order", "parameters() gives the parts in another order ({}): it is that in which they are set.",
+            _shapes(lambda theirs, right, _: sorted(theirs) == sorted(right))),
     Mistake("bias cut too", "the second bias belongs to whole outputs, and every rank has it whole ({}).",
-            _shapes(lambda theirs, whole, case: len(theirs) == 4 and theirs[3] != whole[3])),
+            _shapes(lambda theirs, right, _: len(theirs) == 4 and theirs[:3] == right[:3])),
     Mistake("every t-th", "a rank has every t-th row, not a run of neighbours. The results are right, but a "
             "checkpoint cut in runs would not fit.", _as_if("every")),
-    Mistake("keeps the whole alive", "all is right, but {}: a part is a view of the whole weight, whose memory is "
-            "never given back.", when(lambda evidence, _: evidence.results[0]["memory"])),
+    Mistake("keeps the whole alive", "{}: a part is a view of the whole weight, whose memory is never given "
+            "back.", when(lambda evidence, _: evidence.results[0]["memory"])),
     Mistake("bias on each rank", "the second bias is inside the sum on every rank, and is in the output as often "
             "as there are ranks ({}).", _as_if(bias="each")),
     Mistake("bias on rank 0 only", "the output is right, but only rank 0's second bias gets a gradient ({}): the "
@@ -219,11 +221,8 @@ _LAYERS = (
     Mistake("bias gradient added up", "the output is right, but the gradient of the second bias, which every rank has "
             "whole, was added over the ranks ({}).", _as_if(bias="copied")),
     *lab.exchanged(_as_if),
-    Mistake("gathers", "all is right, but what the ranks hold was gathered. Nothing has to be, if the second weight is "
-            "cut as the first one's outputs are.", lambda *given: any(
-                called(op)(*given) for op in ("all_gather", "broadcast", "gather"))),
     Mistake("too many calls", "all is right, but one all_reduce forward and one backward do.",
-            when(lambda evidence, _: _twice(evidence.case, evidence.recording))),
+            lab.but(lambda evidence, _: _twice(evidence.case, evidence.recording))),
 )  # fmt: skip
 
 MLP = Exercise(
@@ -240,8 +239,10 @@ ATTENTION = Exercise(
                 "then all of v, so rank 0 got {}.", _rows("straight")),
         Mistake("parts of every head", "a rank has some rows of every head (rank 0: {}). A softmax needs all of a "
                 "head's q and k: a whole head is the least that a rank can have alone.", _rows("within")),
-        Mistake("all heads, narrower", "the parameters are right, but a rank's part was cut into as many heads as the "
-                "whole has ({}): each too narrow.", lambda *given: _as_if(heads=given[0].case["heads"])(*given)),
+        Mistake("heads of another size", "the parameters are right, but the number of heads that a rank's q, k "
+                "and v were cut into is {}, not its own: unflatten(-1, (heads, -1)).", _heads),
+        Mistake("head by head", "the parameters are right, but what comes out was read head by head ({}), as in the "
+                "lesson: here a rank has three blocks too.", _as_if(by_head=True)),
         Mistake("looks ahead", "the parameters are right, but a token sees what comes after it ({}).",
                 _as_if(causal=False)),
         *_LAYERS,

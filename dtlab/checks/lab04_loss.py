@@ -5,8 +5,8 @@ import torch.distributed as dist
 from dtlab.checks import lab04_model as lab
 from dtlab.checks.compare import difference
 from dtlab.checks.evidence import Case
-from dtlab.checks.exercise import Exercise, Mistake, failed, in_a_try, when
-from dtlab.checks.lab03_model import FLOAT_BYTES, calls, draw
+from dtlab.checks.exercise import Exercise, Mistake, failed, in_a_try
+from dtlab.checks.lab03_model import FLOAT_BYTES, draw
 
 IGNORED = -100
 
@@ -44,7 +44,8 @@ def lose(case, vocab_cross_entropy):
         logits, targets = mine.clone().requires_grad_(), one["targets"].clone()
         with lab.by_hand():
             loss = vocab_cross_entropy(logits, targets, one["vocab"])
-            (loss * one["weights"]).sum().backward()
+            if loss.shape == targets.shape:
+                (loss * one["weights"]).sum().backward()
         unchanged = torch.equal(mine, logits.detach()) and torch.equal(targets, one["targets"])
         results[one.name] = {"loss": loss, "gradient": logits.grad,
                              "given": "" if unchanged else "what was given was written to"}
@@ -106,6 +107,11 @@ def _as_if(**changed):
     return in_a_try(seen)
 
 
+def _no_number(evidence, _):
+    lost = evidence.results[0]["loss"].isnan().nonzero()
+    return len(lost) and f"{lost[0].item()} on rank 0"
+
+
 def _measured(evidence, expected):
     """Of the first rank and token that are wrong: the loss beside the right one; or how far the gradient is off."""
     for rank, (mine, its) in enumerate(zip(evidence.results, expected)):
@@ -140,13 +146,6 @@ def tokens(case):
     return sum(len(one["targets"]) for one in case["tries"])
 
 
-def _share(evidence):
-    """Bytes sent beside those of three all-reduces of one number a token."""
-    t, recording = evidence.case.world_size, evidence.recording
-    sent = max(sum(its for *_, its in calls(recording, rank)) for rank in recording.ranks)
-    return sent / (3 * tokens(evidence.case) * FLOAT_BYTES * 2 * (t - 1) / t)
-
-
 _three = lab.within(lambda case: 3 * len(case["tries"]), lambda case: 3 * FLOAT_BYTES * tokens(case))
 
 
@@ -155,7 +154,7 @@ LOSS = Exercise(
     lose_spec, budget=(_three,), forbidden=("all_gather", "gather", "broadcast", "reduce_scatter"), minutes=25,
     references=lab.REFERENCES,
     mistakes=(
-        lab.BORROWED, lab.UNAWAITED, lab.STRIDED,
+        lab.BORROWED, lab.UNAWAITED, lab.STRIDED, lab.STACK,
         Mistake("largest of nothing", "a rank may have padding only, and the largest of nothing does not exist ({}).",
                 failed("raised", says=r"[^\n]*(numel\(\) == 0|empty (tensor|dimension)|non-zero size)[^\n]*")),
         Mistake("target of another rank", "a target of another rank, or -100, was used as an index here ({}).",
@@ -163,6 +162,10 @@ LOSS = Exercise(
         lab.LENGTHS, lab.ABSENT, lab.CUT_OFF,
         Mistake("writes to its input", "{}: autograd, and who called, still need it.", in_a_try(
             lambda evidence, _: next(filter(None, (its["given"] for its in evidence.results)), False))),
+        Mistake("no number", "a loss is no number (token {}): with padding at minus infinity, -inf less -inf and "
+                "-inf times 0 are none. Choose with where.", in_a_try(_no_number)),
+        Mistake("maximum added up", "the ranks' largest logits were added up ({}): all_reduce adds unless it gets "
+                "another op.", _as_if(largest=("sum", "own"))),
         Mistake("local maximum", "each rank subtracts its own largest logit: their exponentials have no common scale "
                 "({}).", _as_if(largest=("own", "own"))),
         Mistake("no maximum", "exponentials of large logits are infinite ({}). Subtract the largest one of all ranks.",
@@ -171,18 +174,13 @@ LOSS = Exercise(
                 _as_if(padding=True)),
         Mistake("exponentials not added up", "each rank has the sum of its own exponentials: about ln t too little, "
                 "less than a fresh model can have ({}).", _as_if(exponentials=("own", "own"))),
-        Mistake("mean for sum", "a mean over the ranks, where parts of a sum are to be added ({}).", lambda *given: (
-            _as_if(exponentials=("mean", "own"))(*given) or _as_if(predicted=("mean", "own"))(*given))),
         Mistake("predicted logit not added up", "only the rank that has a token's target knows its logit, the others "
                 "took 0 ({}).", _as_if(predicted=("own", "own"))),
         Mistake("every rank's logit", "a target is looked up on every rank, modulo its columns, and all that was found "
                 "was added ({}).", _as_if(local=True)),
-        Mistake("first column left out", "a target in the first column of a rank is on no rank ({}): the range begins "
-                "with it.", _as_if(first=1)),
-        Mistake("last column left out", "a target in the last column of a rank is on no rank ({}): the range ends "
-                "after it.", _as_if(last=-1)),
-        Mistake("first of the next", "a target in the first column of a rank counts on the rank before it too ({}).",
-                _as_if(last=1)),
+        Mistake("edge of a range", "a target in the first or last column of a rank is on no rank, or on two ({}): rank "
+                "r has r k to r k + k - 1.", lambda *given: next(filter(None, (
+                    _as_if(**{end: by})(*given) for end, by in (("first", 1), ("last", -1), ("last", 1)))), False)),
         Mistake("ignored tokens count", "a token of target -100 has a loss ({}); it has 0, and no gradient.",
                 _as_if(ignores=False)),
         Mistake("reduces again", "the losses are right, and a gradient was added over the ranks once more ({}).",
@@ -193,13 +191,12 @@ LOSS = Exercise(
                 _only_gradient(_in_padding)),
         Mistake("gradient from above ignored", "the losses are right, but backward leaves out the gradient that comes "
                 "in ({}), one number for each token.", _only_gradient(_unweighted)),
-        Mistake("no one-hot", "the losses are right, but the gradient is the softmax alone ({}): the target's column "
-                "has one less.", _as_if(predicted=("sum", "nothing"))),
+        Mistake("half a gradient", "the losses are right, but only one of the two sums has a gradient ({}): it is the "
+                "softmax, and one less at the target.", lambda *given: _as_if(predicted=("sum", "nothing"))(*given)
+                or _as_if(exponentials=("sum", "nothing"))(*given)),
         Mistake("no gradient", "the losses are right, but no gradient comes to the logits.",
-                in_a_try(lambda evidence, _: evidence.results[0]["gradient"] is None)),
-        Mistake("gathers logits", "the losses are right, but whole logits are gathered on every rank, which pieces "
-                "were to avoid: {} times the bytes are sent.", when(lambda evidence, _: (
-                    "all_gather" in lab.all_calls(evidence.recording) and f"{_share(evidence):.3g}"))),
+                in_a_try(lambda evidence, right: evidence.results[0]["gradient"] is None
+                         and not difference(evidence.results[0]["loss"], right[0]["loss"]))),
         Mistake("too many numbers", "the losses are right, but more than three numbers a token travel, or in more than "
-                "three calls.", when(lambda evidence, _: _three(evidence.case, evidence.recording))),
+                "three calls.", lab.but(lambda evidence, _: _three(evidence.case, evidence.recording))),
     ))  # fmt: skip

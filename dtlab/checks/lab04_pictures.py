@@ -54,17 +54,18 @@ def _words(words):
 
 def _numbers(case, expected, evidence, heading, quantities, foot=""):
     """Bars: ``quantities`` are ``(title, function of a rank's result)``; the axis is in parts of the target."""
-    panels, said, ranks = [], [], range(case.world_size)
+    panels, said, ranks, turned = [], [], range(case.world_size), False
     for title, get in quantities:
         right = float(get(expected[0]))
         values = [right, *(number_of(get, its) for its in evidence.results or [math.nan] * case.world_size)]
         none = "no number" if evidence.results else "?"
         shown = [none if math.isnan(value) else f"{value:.4g}" for value in values]
         shares = [max(0.0, value / right) if math.isfinite(value) else 0.0 for value in values]
+        turned |= any(value * right < 0 for value in values)
         wrong = [row for row, value in enumerate(values) if not abs(value - right) < 1e-9]
         panels.append(Panel(title, shares, shown, [(0, "0"), (1, "target"), (2, "")], hollow=wrong))
         said.append(f"{title}: target {shown[0]}, yours {', '.join(shown[1:])}")
-    foot = (evidence.in_words or "filled: as the target; outline only: not") + foot
+    foot = (evidence.in_words or f"filled: as the target; outline only: not{', no bar: of other sign' * turned}") + foot
     drawn = bars(["target", *(f"rank {rank}" for rank in ranks)], panels, marked=0, foot=foot, title=heading,
                  text=f"{'; '.join(said)}. {foot}")  # fmt: skip
     return stack([(heading, drawn)], title=heading)

@@ -12,9 +12,13 @@ from dtlab.checks.lab03_model import called, draw
 
 
 def cut_cases(rng):
+    def whole(shape):
+        its = draw(rng, *shape)
+        return its.movedim(0, -1).contiguous().movedim(-1, 0) if len(shape) == 3 else its  # strided
+
     def case(size, *tries):
         return Case(size, "cut", {"tries": [Case(size, f"{' x '.join(map(str, shape))} along {dim}", {
-            "whole": draw(rng, *shape), "dim": dim}) for shape, dim in tries]})  # fmt: skip
+            "whole": whole(shape), "dim": dim}) for shape, dim in tries]})  # fmt: skip
 
     return [case(4, ((4, 8), 1), ((8, 4), 0)), case(3, ((6,), 0), ((2, 3, 6), -1), ((3, 4), 1), ((4, 3), 0)),
             case(2, ((2, 4, 3), 1), ((2, 4), -2)), case(1, ((3, 2), 1))]  # fmt: skip
@@ -82,23 +86,14 @@ def _every(case, rank):
     return case["whole"].index_select(dim, torch.arange(rank, case["whole"].shape[dim], case.world_size))
 
 
-def _two_only(evidence, _):
-    case, dim = evidence.case, evidence.case["dim"]
-    half = case["whole"].narrow(dim, 0, case["whole"].shape[dim] // 2)
-    return case.world_size > 2 and difference(evidence.results[0]["piece"], half) is None
-
-
 def _rows(case):
     """The pieces below each other, what lies there read as the whole."""
     return torch.cat(pieces(case)).reshape(case["whole"].shape)
 
 
-def _joined(order):
-    return _as("gathered", lambda case, rank: torch.cat([pieces(case)[n] for n in order(case, rank)], case["dim"]))
-
-
-def _own_only(case, rank):
-    return torch.cat([its * (number == rank) for number, its in enumerate(pieces(case))], case["dim"])
+def _own_first(case, rank):
+    its = pieces(case)
+    return torch.cat([its[rank], *its[:rank], *its[rank + 1 :]], case["dim"])
 
 
 def _whole_bytes(case):
@@ -112,12 +107,11 @@ SHARD = Exercise(
     mistakes=(
         lab.BORROWED, lab.UNAWAITED,
         Mistake("one buffer for all", "{}", failed("guard", says=r"outputs \d+ and \d+ share memory[^\n]*")),
-        lab.STRIDED, lab.LENGTHS, lab.ABSENT,
+        lab.STRIDED, lab.STACK, lab.LENGTHS, lab.ABSENT,
         Mistake("not refused", "{}: a size that the ranks do not divide is refused on every rank, before any call, "
                 "with both numbers.", in_a_try(lambda evidence, _: evidence.results[0].get("refused"))),
         Mistake("every t-th", "a rank has every {}th row or column. A piece is a run of neighbours.",
                 lambda *given: _as("piece", _every)(*given) and str(given[0].case.world_size)),
-        Mistake("two ranks only", "a piece is half of the whole, whatever the number of ranks.", in_a_try(_two_only)),
         Mistake("always rows", "the pieces are cut along dimension 0, where another was asked for.",
                 _as("piece", lambda case, rank: case["whole"].tensor_split(case.world_size)[rank])),
         Mistake("strided piece", "{}. Collectives want elements that lie one after the other.",
@@ -128,17 +122,13 @@ SHARD = Exercise(
                 "that was read as the whole.", lambda *given: _as("gathered", lambda case, _: _rows(case))(*given)
                 or _as("gathered", lambda case, _: torch.cat(pieces(case)))(*given)),
         Mistake("own piece first", "each rank put its own piece first. The order is that of the ranks.",
-                _joined(lambda case, rank: [rank, *(n for n in range(case.world_size) if n != rank)])),
-        Mistake("backwards", "the pieces are joined from the last rank to the first.",
-                _joined(lambda case, _: range(case.world_size)[::-1])),
-        Mistake("own piece only", "each rank has its own piece, and zeros elsewhere: nothing came from the others.",
-                _as("gathered", _own_only)),
+                _as("gathered", _own_first)),
         Mistake("writes to its input", "{}.", _says("given", "written")),
         Mistake("all_reduce for all_gather", "all is right, but the pieces were put into zeros and added up: twice the "
-                "bytes of an all_gather, and a sum of zeros.", called("all_reduce")),
+                "bytes of an all_gather, and a sum of zeros.", lab.but(called("all_reduce"))),
         Mistake("a call a piece", "all is right, but each piece has a call of its own, and each pays a latency.",
-                when(lambda evidence, _: any(op in ("broadcast", "send", "all_gather") for op in
-                                             lab.all_calls(evidence.recording)))),
+                lab.but(lambda evidence, _: any(op in ("broadcast", "send", "all_gather") for op in
+                                                lab.all_calls(evidence.recording)))),
     ))  # fmt: skip
 
 # 2: f and g, in computations ("flows") that are written once, for one rank and for all of them in one process
@@ -244,21 +234,17 @@ REGIONS = Exercise(
         Mistake("f and g swapped", "f adds in forward and g in backward ({}). It is the other way round.",
                 _as_if(f=lab.G, g=lab.F)),
         *lab.exchanged(_as_if),
-        Mistake("f reduces forward", "f adds x, which every rank has whole, over the ranks ({}).",
-                lambda *given: any(_as_if(f=("sum", way))(*given) for way in ("sum", "own")) and (
-                    lab.measured(given[0].results, given[1]))),
-        Mistake("two ranks only", "each rank adds its own part and its neighbour's ({}): right on two ranks.",
-                _as_if(f=("own", "pairs"), g=("pairs", "own"))),
         Mistake("writes to its input", "{}: who called still needs it, and autograd may too.",
                 when(lambda evidence, _: evidence.results[0]["given"])),
-        Mistake("writes to the gradient", "all is right but where two need one gradient ({}): the tensor that backward "
-                "gets is not its own, and the other one meets the sum in it.", _only("a gradient that two need")),
+        Mistake("another's gradient", "all is right but where two need one gradient ({}). f adds up what comes "
+                "through it: not what comes to x by another way, as a hook on x does, and not in the tensor that "
+                "backward gets, where the other one meets the sum.", _only("a gradient that two need")),
         Mistake("no second derivative", "backward cannot be differentiated: {}.",
                 failed("raised", says=r"(differentiate twice)[^\n]*")),
         Mistake("wrong second derivative", "outputs and gradients are right, the gradient's gradient is not ({}): what "
                 "a collective does to a gradient is part of the graph only if an autograd.Function says how.",
                 _only("the gradient's gradient")),
         Mistake("more calls than needed", "all is right, but f does nothing in forward, g nothing in backward.",
-                when(lambda evidence, _: len(lab.all_calls(evidence.recording)) > sum(
+                lab.but(lambda evidence, _: len(lab.all_calls(evidence.recording)) > sum(
                     FLOWS[name][1] for name in evidence.case["flows"]))),
     ))  # fmt: skip

@@ -77,27 +77,19 @@ class ParallelMLP(nn.Module):
     def forward(self, x):
         """[N, h] -> [N, h]."""
         inside = nn.functional.gelu(self.up(copy_to_region(x)))
-        return joined(self.down, inside)
+        y = reduce_from_region(nn.functional.linear(inside, self.down.weight))
+        return y if self.down.bias is None else self.down.bias + y
 
 
-def fitting(linear, rows, blocks=1):
-    """A linear with this rank's rows of another, of each block, or with its columns and the whole bias."""
+def fitting(linear, rows):
+    """A linear with this rank's rows of another, or with its columns and the whole bias."""
     with torch.no_grad():
-        if rows:
-            cut = lambda its: torch.cat([shard(part, 0) for part in its.split(len(its) // blocks)])
-            weight, bias = cut(linear.weight), linear.bias if linear.bias is None else cut(linear.bias)
-        else:
-            weight, bias = shard(linear.weight, 1), linear.bias
+        weight, bias = shard(linear.weight, 0 if rows else 1), linear.bias
+        bias = shard(bias, 0) if rows and bias is not None else bias
         mine = nn.Linear(*weight.T.shape, bias=bias is not None, dtype=weight.dtype)
         for own, its in zip(mine.parameters(), (weight, bias)):
             own.copy_(its)
     return mine
-
-
-def joined(linear, x):
-    """g, and the bias once."""
-    y = reduce_from_region(nn.functional.linear(x, linear.weight))
-    return y if linear.bias is None else linear.bias + y
 
 
 # Exercise lab04.4
@@ -110,13 +102,18 @@ class ParallelAttention(nn.Module):
         if num_heads % world_size != 0:
             raise ValueError(f"num_heads ({num_heads}) must be divisible by the number of ranks ({world_size})")
         self.num_heads = num_heads // world_size
-        self.qkv, self.proj = fitting(qkv, rows=True, blocks=3), fitting(proj, rows=False)
+        rows_of = lambda its: nn.Parameter(torch.cat([shard(block, 0) for block in its.detach().tensor_split(3)]))
+        self.qkv_weight, self.qkv_bias = (its if its is None else rows_of(its) for its in (qkv.weight, qkv.bias))
+        self.proj_weight = nn.Parameter(shard(proj.weight.detach(), 1))
+        self.proj_bias = proj.bias if proj.bias is None else nn.Parameter(proj.bias.detach().clone())
 
     def forward(self, x):
         """[B, S, h] -> [B, S, h]."""
-        three = self.qkv(copy_to_region(x)).unflatten(-1, (3, self.num_heads, -1))  # [B, S, 3, a/t, d]
-        q, k, v = three.permute(2, 0, 3, 1, 4)  # [B, a/t, S, d] each
-        return joined(self.proj, attend(q, k, v).transpose(1, 2).flatten(2))
+        three = nn.functional.linear(copy_to_region(x), self.qkv_weight, self.qkv_bias)  # [B, S, 3h/t]
+        q, k, v = three.unflatten(-1, (3, self.num_heads, -1)).permute(2, 0, 3, 1, 4)  # [B, a/t, S, d] each
+        y = nn.functional.linear(attend(q, k, v).transpose(1, 2).flatten(2), self.proj_weight)
+        y = reduce_from_region(y)
+        return y if self.proj_bias is None else self.proj_bias + y
 
 
 # Exercise lab04.5

@@ -14,13 +14,15 @@
 # ### Rules
 #
 # - Write with `torch.distributed`'s collectives and `torch.autograd.Function`. `all_gather(whole, piece)` is torch's
-#   `all_gather_into_tensor`, under whichever name your torch has for it.
+#   `all_gather_into_tensor`, under whichever name your torch has for it: `whole` is [t n, ..] for pieces of [n, ..], since gloo
+#   takes no stack [t, n, ..].
 # - Leave out `torch.distributed.tensor` (DTensor) and `dtlab.parallel`: they are what you build. Each exercise says which
 #   collectives it does without.
 # - A check runs your cell on new ranks, with inputs drawn anew, in float64. It compares values and gradients with one process,
 #   then what the recording shows: calls, and bytes handed to them. A right output alone proves nothing here: without f, the output
 #   is right too. It knows the usual mistakes by name. Run it as often as you like.
-# - Each exercise stands alone: what it uses of an earlier one is yours where yours passes, else the course's.
+# - Each exercise stands alone: what it uses of an earlier one is yours where yours passes, else the course's. A helper
+#   of your own stands in the cell that uses it.
 #
 # Your functions run on the ranks. `rank` and `world_size` are there, as in the lessons; all ranks are one tensor parallel group.
 
@@ -38,8 +40,8 @@ torch.set_num_threads(1)
 # %% [markdown]
 # ## Warm-up
 #
-# Every rank has the same matrix `w` of 2 x 8 and takes two of its columns. Where do they lie in memory? Which of the two lines
-# below gives a tensor that lies in one run?
+# Every rank has the same matrix `w` of 2 x 8 and takes two of its columns. Where do they lie in memory? Which of the two
+# lies in one run, `mine` or `mine.contiguous()`?
 
 # %% name="columns" tags=["given"]
 def two_columns():
@@ -84,12 +86,12 @@ for total, is_in_the_graph in ranks.run(gradient_through_a_sum)[::3]:
 # ## Exercise 1: pieces, and the whole again (10 min)
 #
 # - `shard(whole, dim)`: this rank's piece of a tensor that every rank has: a run of neighbours along `dim`, contiguous, in memory of its
-#   own, so that the whole can be freed. `dim` may be negative. A size that the ranks do not divide is refused on every rank with a
+#   own, so that the whole can be freed. A size that the ranks do not divide is refused on every rank with a
 #   `ValueError` that has both numbers in it.
-# - `gather(piece, dim)`: the whole tensor on every rank, from pieces of equal shape. A piece may be a strided view. Tensors have 1
-#   to 3 dimensions.
+# - `gather(piece, dim)`: the whole tensor on every rank, from pieces of equal shape.
 #
-# Neither writes to what it is given.
+# Tensors have 1 to 3 dimensions, `dim` may be negative, and both functions may get a strided view. Neither writes to what it is
+# given.
 #
 # **Budget**: `shard` makes no call, `gather` one all-gather, whichever form of it you like; no `all_reduce`, no `broadcast`.
 #
@@ -135,8 +137,8 @@ dtlab.check("lab04.1")
 # Print <code>piece.stride()</code> and the bytes of <code>piece.untyped_storage()</code>, for rows and for columns. Which of them is
 # already contiguous without a copy, and what does it keep alive?</details>
 # <details><summary>Hint 2: which call</summary>
-# An all-gather into a list gives one tensor a rank. An all-gather into one tensor puts them below each other, along a new
-# first dimension.</details>
+# An all-gather into a list gives one tensor a rank. An all-gather into one tensor puts them below each other, along the
+# first dimension, whichever was cut: viewed as [t, n, ..] they stand along a new one.</details>
 # <details><summary>Hint 3: the order of dimensions</summary>
 # Pieces that stand along a new first dimension have to go where they were cut: join them along that dimension, or move the new one
 # in front of it and merge the two. A clone can be asked for the contiguous memory format.</details>
@@ -146,7 +148,7 @@ dtlab.check("lab04.1")
 # f stands where what all ranks have enters what each does alone, g where the parts are added up:
 # $y = g(\tanh(f(x) A_r) B_r)$. The lesson's pair held for one block, once. Yours has to hold
 #
-# - several times in one graph, in series and side by side, and where the gradient is needed by somebody else too;
+# - several times in one graph, in series and side by side; and where x goes another way too, or another node needs the gradient;
 # - for tensors that are strided, or expanded, as the gradient of a sum is;
 # - twice: the gradient of a gradient (a penalty, a Hessian) is right as well.
 #
@@ -216,8 +218,8 @@ dtlab.check("lab04.2")
 # x [N, h], on every rank all of y.
 #
 # `parameters()` gives this rank's part, in the order of the whole: `fc1.weight` [f/t, h], `fc1.bias` [f/t], `fc2.weight` [h, f/t], and
-# `fc2.bias` [h], which all ranks keep whole: its gradient has to be the right one on each, or it drifts apart. The parts
-# do not keep the whole weights alive.
+# `fc2.bias` [h], which all ranks keep whole: its gradient has to be the right one on each, or it drifts apart. That is the order
+# in which a module's parameters are set; where a linear has no bias, there is none. The parts do not keep the whole weights alive.
 #
 # **Budget**: one `all_reduce` of x's bytes forward, one backward, nothing else.
 #
@@ -330,7 +332,7 @@ dtlab.check("lab04.4")
 # - returns [N], the loss of each token in nats, on every rank; 0 for those that do not count. Logits of a thousand are no problem.
 # - backward gives this rank's columns their gradient, whatever gradient comes in for each token.
 #
-# **Budget**: at most three all-reduces of one number a token; whole logits are on no rank.
+# **Budget**: at most three all-reduces, of three numbers a token in all; no other collective, so that whole logits are on no rank.
 #
 # The spec in one process, and how small a mistake looks:
 
@@ -373,7 +375,8 @@ dtlab.check("lab04.5")
 #
 # Three numbers a token in three calls, one after the other: each waits for the one before. Can it be done in **one** all-gather of three numbers a
 # token? Each rank sends its own maximum, its sum below that, and its target's logit. The number to beat: one call instead
-# of three, with the same loss for logits of a thousand. From how many ranks on are it more bytes?
+# of three, with the same loss for logits of a thousand. From how many ranks on is it more bytes? The check of exercise 5
+# allows no all-gather: give this one another name, and compare the losses yourself.
 #
 # ## Solution
 #
