@@ -112,7 +112,7 @@ def draw_tensor_parallel(tp_size, matrices, sequence_parallel, overlap, node_siz
               _published(legal, layers)]
     if measured:
         pictures.append(measured)
-        titles.append("A small GPT's layer on live ranks; (+ n): gradients of norms, once a step")
+        titles.append("A small GPT's layer on live ranks; (+ n): gradients of norms and biases, once a pass")
     caption = (f"tp {tp_size}: a layer takes {in_units(layer.step_time_s, 's')}, {numbers['share']:.0%} exposed; "
                f"a rank sends {in_units(sent, 'B')}")
     return twin(pictures, titles, caption=caption, size=14), numbers
@@ -131,8 +131,8 @@ def _said(numbers, sequence_parallel, kv_sharers):
 def _published(legal, layers):
     """What is left of a layer's time for computing, beside what was published."""
     ours = {its: f"{1 - _share(layer):.0%}" for its, layer in zip(legal, layers)}
-    here, there = ([words.get(its, "-") for its in _PUBLISHED] for words in (
-        ours, {its: f"{real:.0%}" for its, real in _PUBLISHED.items()}))
+    here = [ours.get(its, "-") for its in _PUBLISHED]
+    there = [f"{real:.0%}" for real in _PUBLISHED.values()]
     return (f"Efficiency at tp {', '.join(map(str, _PUBLISHED))}: {', '.join(here)}; Megatron-LM 2019, V100s, weak "
             f"scaling: {', '.join(there)}")
 

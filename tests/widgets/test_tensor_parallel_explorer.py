@@ -134,4 +134,5 @@ def test_run_puts_measured_bytes_and_calls_on_the_predicted_ones(explorer, size)
     assert [name for name, *_ in said] == ["forward", "backward", "sp, forward", "sp, backward"]
     for _, predicted, measured, calls, counted in said:
         assert predicted == measured and float(measured) > 0 and calls == counted
+    assert re.search(r"sp, backward: .* \(\+ 1\)\.$", repr(explorer)) and repr(explorer).count("(+ 1)") == 1
     assert "measured" in explorer.set(tp_size=8).svg
