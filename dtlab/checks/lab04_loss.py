@@ -197,6 +197,6 @@ LOSS = Exercise(
         Mistake("no gradient", "the losses are right, but no gradient comes to the logits.",
                 in_a_try(lambda evidence, right: evidence.results[0]["gradient"] is None
                          and not difference(evidence.results[0]["loss"], right[0]["loss"]))),
-        Mistake("too many numbers", "the losses are right, but more than three numbers a token travel, or in more than "
-                "three calls.", lab.but(lambda evidence, _: _three(evidence.case, evidence.recording))),
+        Mistake("too many numbers", "the losses are right, but more than three numbers a token travel, in more than "
+                "three calls, or by another call than all_reduce.", lab.but(lambda evidence, _: _three(evidence.case, evidence.recording))),
     ))  # fmt: skip

@@ -65,7 +65,7 @@ def _numbers(case, expected, evidence, heading, quantities, foot=""):
         wrong = [row for row, value in enumerate(values) if not abs(value - right) < 1e-9]
         panels.append(Panel(title, shares, shown, [(0, "0"), (1, "target"), (2, "")], hollow=wrong))
         said.append(f"{title}: target {shown[0]}, yours {', '.join(shown[1:])}")
-    foot = (evidence.in_words or f"filled: as the target; outline only: not{', no bar: of other sign' * turned}") + foot
+    foot = (evidence.in_words or f"filled: as the target; outline only: not{'; no bar: of other sign' * turned}") + foot
     drawn = bars(["target", *(f"rank {rank}" for rank in ranks)], panels, marked=0, foot=foot, title=heading,
                  text=f"{'; '.join(said)}. {foot}")  # fmt: skip
     return stack([(heading, drawn)], title=heading)
