@@ -198,5 +198,6 @@ LOSS = Exercise(
                 in_a_try(lambda evidence, right: evidence.results[0]["gradient"] is None
                          and not difference(evidence.results[0]["loss"], right[0]["loss"]))),
         Mistake("too many numbers", "the losses are right, but more than three numbers a token travel, in more than "
-                "three calls, or by another call than all_reduce.", lab.but(lambda evidence, _: _three(evidence.case, evidence.recording))),
+                "three calls, or by another call than all_reduce.", lab.but(
+                    lambda evidence, _: _three(evidence.case, evidence.recording))),
     ))  # fmt: skip
