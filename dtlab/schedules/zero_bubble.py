@@ -58,7 +58,8 @@ def zero_bubble_v(num_ranks, num_micro_batches):
 def dualpipe_v(num_ranks, num_micro_batches):
     """DualPipeV: in its middle each rank computes a forward and another micro-batch's backward at once, as one pair.
 
-    Rank r has stages r and 2p - 1 - r. Under a pair the messages of the one hide behind the other's work.
+    Rank r has stages r and 2p - 1 - r, and 2p + 1 of their activations in flight. Under a pair the messages of the one
+    hide behind the other's work.
 
     Raises:
         ConfigError: fewer micro-batches than stages.

@@ -142,3 +142,10 @@ def test_what_is_no_schedule_is_refused(text, said):
 def test_a_stage_that_no_rank_computes_is_missed():
     with pytest.raises(ScheduleError, match="complete: rank None never computes forward, stage 0, micro-batch 0"):
         Schedule.from_csv("1F0,1B0\n").check()
+
+
+def test_a_micro_batch_that_is_left_out_between_others_is_missed():
+    schedule = Schedule.from_csv("0F0,0B0,0F2,0B2\n")
+    assert schedule.num_micro_batches == 3
+    with pytest.raises(ScheduleError, match="complete: rank 0 never computes forward, stage 0, micro-batch 1"):
+        schedule.check()

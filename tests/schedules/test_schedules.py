@@ -12,7 +12,7 @@ from dtlab.schedules import Action, Backward, BackwardInput, BackwardWeight, For
 P, M = range(1, 9), range(1, 33)
 # idle shares that independent simulators agree on: of the step, and of the longest stage from its first action to its
 # last where that differs; by (p, m), with F = 1 and B = 2, of split backwards F = I = W
-PUBLISHED = {
+AGREED = {
     "gpipe": ([.2727, .1579, .0857, .4667, .3043, .1795], None),
     "one_f_one_b": ([.2727, .1579, .0857, .4667, .3043, .1795], None),
     "interleaved_2": ([.1579, .0857, .0448, .3043, .1795, .0986], None),
@@ -65,9 +65,9 @@ def test_a_second_evaluator_agrees_on_uneven_times_at_the_end_of_each_rank(name)
             assert formula is None or timeline.step_time_s == pytest.approx(formula)
 
 
-@pytest.mark.parametrize("name", PUBLISHED)
+@pytest.mark.parametrize("name", AGREED)
 def test_idle_shares_are_those_that_independent_simulators_agree_on(name):
-    of_step, of_stage = PUBLISHED[name]
+    of_step, of_stage = AGREED[name]
     for at, (p, m) in enumerate((p, m) for p in (4, 8) for m in (8, 16, 32)):
         if of_step[at] is None:
             with pytest.raises(ConfigError):
@@ -87,14 +87,16 @@ def test_gpipe_and_1f1b_take_equally_long_and_differ_in_what_they_hold():
 
 def test_in_flight_are_as_many_as_theory_says():
     for p in P:
-        for m in (1, 2, p, 3 * p):
+        for m in (1, 2, p, p + 1, 2 * p - 1, 3 * p):
             for chunks in (1, 2, 3):
                 peaks = schedules.interleaved_one_f_one_b(p, chunks, m).simulate().peak_in_flight
                 if chunks == 1 or m % p == 0:
                     assert peaks == [chunks * theory.micro_batches_in_flight(
                         pp_size=p, pp_rank=rank, num_chunks=chunks, num_micro_batches=m) for rank in range(p)]
             assert schedules.one_f_one_b(p, m).simulate().peak_in_flight == [min(m, p - s) for s in range(p)]
-            assert max(schedules.zero_bubble_v(p, m).simulate().peak_in_flight) <= 2 * p
+            assert schedules.zero_bubble_v(p, m).simulate().peak_in_flight == [2 * min(m, p)] * p
+            if m >= 2 * p:
+                assert schedules.dualpipe_v(p, m).simulate().peak_in_flight == [2 * p + 1] * p
 
 
 def test_zero_bubble_schedules_hold_what_their_paper_says():
