@@ -4,6 +4,7 @@ from xml.etree import ElementTree
 
 import pytest
 
+from dtlab.plots.svg import COLOURS
 from dtlab.plots.tensor_parallel import Matrix, sequence_strip, shard_map
 from dtlab.theory import chunks_of
 
@@ -39,6 +40,15 @@ def test_a_matrix_cut_by_columns_has_its_ranks_from_left_to_right_and_by_rows_fr
     assert [title.text for title in root.iter(f"{SVG}title")][1:4] == ["X: every rank", "A: rank 0", "A: rank 1"]
 
 
+def test_rank_0_is_dark_and_every_number_can_be_read():
+    _, root = draw()
+    fills = [rect.get("fill") for rect in root.iter(f"{SVG}rect")
+             if rect.findtext(f"{SVG}title", "").startswith("A:")]  # fmt: skip
+    letters = [label.get("fill") for label in root.iter(f"{SVG}text") if label.text in list("0123")]
+    assert fills[0] == COLOURS["params"] and fills[1:] == [fills[1]] * 3 and fills[0] != fills[1]
+    assert letters == 2 * [COLOURS["paper"], *[COLOURS["outline"]] * 3]
+
+
 def test_sizes_stand_below_in_numbers_with_the_bytes_of_a_rank():
     picture, root = draw()
     assert {"4,096 x 16,384", "columns 0 .. 3", "4,096 x 4,096", "33.6 MB", "rows 0 .. 3", "whole on each"} <= set(
@@ -59,8 +69,9 @@ def test_a_heavy_line_stands_where_a_nodes_ranks_end(num_ranks, node_size, borde
     lines = [path for path in root.iter(f"{SVG}path") if path.get("stroke-width") == "3"]
     assert len(lines) == 2 * borders
     if borders == 1:
-        x, y, width, height = shards(root, "A")[8]
-        assert float(re.match(r"M([\d.]+)", lines[0].get("d")).group(1)) == pytest.approx(x, abs=0.11)
+        across, down = ([float(its) for its in re.findall(r"[-\d.]+", line.get("d"))] for line in lines)
+        assert across[0] == pytest.approx(shards(root, "A")[8][0], abs=0.11) and across[2] == 0 < across[3]
+        assert down[1] == pytest.approx(shards(root, "B")[8][1], abs=0.11) and down[3] == 0 < down[2]
 
 
 def test_rank_numbers_stand_only_where_there_is_room_and_the_story_is_always_there():

@@ -73,6 +73,18 @@ def test_neighbours_of_a_product_fit_each_other():
         assert name == "attention" or z.part == (x.part[0], a.part[1])
         cut = _matrices(GPT_7_5B, 8, name, True)
         assert [its.part for its in (cut[0], cut[4])] == [(2048 // 8, 4096)] * 2 and cut[1:4] == [a, z, b]
+        assert [its.cut for its in (x, a, z, b, y)] == [None, "columns", "columns", "rows", None]
+        assert cut[0].cut == cut[4].cut == "rows"
+
+
+def test_f_stands_before_a_and_g_behind_b_nodes_end_in_heavy_lines_and_the_degree_is_marked(explorer):
+    heavy = lambda **degrees: explorer.set(**degrees).svg.count('stroke-width="3"')
+    assert heavy(tp_size=16, node_size=4) - heavy(node_size=8) == 3 * (3 - 1)  # of A, Z and B
+    bold = re.findall(r'<text x="([\d.]+)"[^>]*font-weight="bold"[^>]*>([^<]*)<', explorer.svg)
+    found = {words: float(x) for x, words in bold}
+    names = ["X", "f", "A: fc1", "Z = GELU(X A)", "B: fc2", "g", "Y"]
+    assert [found[name] for name in names] == sorted(found[name] for name in names)
+    assert [words for words in found if re.fullmatch(r"tp \d+: \d+%", words)] == ["tp 16: 86%"]
 
 
 def test_only_legal_degrees_are_offered_and_a_line_says_why(explorer):
