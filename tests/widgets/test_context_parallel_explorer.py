@@ -32,9 +32,16 @@ def test_zigzag_levels_the_bars(explorer):
 def test_both_layouts_have_one_axis_and_the_strip_says_whose_chunks_are_whose(explorer):
     axis = lambda: re.findall(r'text-anchor="end"[^>]*>([\d.]+)<', explorer.svg)
     before = axis()
-    assert "on ranks 0 1 2 3." in repr(explorer)
+    assert before[-2:] == ["80", "100"] and "on ranks 0 1 2 3." in repr(explorer)  # the longest bar has 87 ms
     explorer.set(layout="zigzag")
     assert axis() == before and len(before) > 2 and "on ranks 0 1 2 3 3 2 1 0." in repr(explorer)
+
+
+def test_a_bar_is_as_long_as_a_rank_computes_and_waits(explorer):
+    longest = explorer.values["step_time_s"]
+    assert f">{1e3 * longest:.1f}</text>" in explorer.svg
+    busy = float(re.search(r"Computing by rank: .* (\S+) ms", repr(explorer)).group(1))
+    assert 0.1 < 1e3 * longest - busy < 1e3 * explorer.values["exposed_communication_s"]
 
 
 def test_ulysses_never_offers_more_ranks_than_divide_the_heads_of_keys_and_values(explorer):
