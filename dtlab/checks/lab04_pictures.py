@@ -129,5 +129,7 @@ def loss(case, expected, evidence):
     one, recording, allowed = case["tries"][0], evidence.recording, 3 * FLOAT_BYTES * tokens(case)
     of = lambda token: (f"loss of token {token}", lambda its: its[one.name]["loss"].flatten()[token])
     spent = f"{max(moved(recording, rank) for rank in recording.ranks):,}, " if recording else ""
-    return _numbers(case, expected, evidence, f"{one}: the last 2 of 32 columns are padding",
+    columns = len(one["logits"][0])
+    return _numbers(case, expected, evidence,
+                    f"{one}: the last {columns - one['vocab']} of {columns} columns are padding",
                     [of(0), of(len(one["targets"]) - 1)], f"; bytes to calls: {spent}allowed {allowed}")

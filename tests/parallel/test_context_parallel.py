@@ -751,9 +751,6 @@ def test_without_ranks_there_is_nobody_to_share_with():
         refused("this process is no rank", call)
 
 
-# last: it needs two ranks
-
-
 @pytest.mark.ranks
 @pytest.mark.parametrize("layout, causal", [("contiguous", False), ("contiguous", True), ("zigzag", True)])
 def test_gradients_are_those_of_finite_differences(layout, causal):

@@ -1,5 +1,6 @@
 """Who waits for whom, on made-up boards: no processes, no communication."""
 import os
+import types
 
 import pytest
 
@@ -223,7 +224,7 @@ class Clock:
 
     def __init__(self, monkeypatch, monitor):
         self.now, self.used_s, self.monitor = 1000.0, 0.0, monitor
-        monkeypatch.setattr(monitor_module.time, "monotonic", lambda: self.now)
+        monkeypatch.setattr(monitor_module, "time", types.SimpleNamespace(monotonic=lambda: self.now))
         monitor._use = lambda rank: (self.used_s if rank == 1 else 0.0, 0)
         monitor._moved_at = dict.fromkeys(monitor._moved_at, self.now)
 

@@ -33,7 +33,6 @@ def recordings():
 
 def test_efficiency_is_within_5_points_in_all_rows(recordings):
     table = megatron_2019_efficiency(recordings)
-    print(table.to_string())
     assert list(table.published_percent) == [100, 95, 82, 77]
     assert (table.replay_percent - table.published_percent).abs().max() < 5
     assert list(table.replay_percent) == sorted(table.replay_percent, reverse=True)

@@ -63,9 +63,10 @@ def with_megatron_linears(mlp):
     import torch
     import torch.distributed as dist
 
-    warnings.simplefilter("ignore")  # it tells what CUDA packages it misses
-    from megatron.core.model_parallel_config import ModelParallelConfig
-    from megatron.core.tensor_parallel import ColumnParallelLinear, RowParallelLinear
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")  # it tells what CUDA packages it misses
+        from megatron.core.model_parallel_config import ModelParallelConfig
+        from megatron.core.tensor_parallel import ColumnParallelLinear, RowParallelLinear
 
     (ffn_part, hidden), dtype = mlp.linear_fc1.weight.shape, mlp.linear_fc1.weight.dtype
     ffn, size = ffn_part * dist.get_world_size(), dist.get_world_size()
