@@ -42,6 +42,9 @@ def release(target, course):
     for pattern in KEPT_BACK:
         for path in target.glob(pattern):
             shutil.rmtree(path) if path.is_dir() else path.unlink()
+    for path in target.glob("*.md"):  # no link to what is kept back
+        text = path.read_text(encoding="utf-8")
+        path.write_text(re.sub(r"\[([^]]*)\]\(labs/INSTRUCTORS\.md\)", r"\1", text), encoding="utf-8")
     secret = secret_lines(course)
     found = leaks(secret, target)
     if found:

@@ -58,7 +58,7 @@ def _run(args) -> int:
 _COMMANDS = {  # name -> (what runs it, extra it needs, one line of help)
     "lab": (_main_of("dtlab.cli.lab"), "course", "set up, make your working copies, open JupyterLab on lesson 00"),
     "test": (_test, "test", "set up, then run the tests; --all adds what takes long"),
-    "tour": (_main_of("dtlab.cli.tour"), "course", "the course in miniature: every technique on 4 ranks, one table"),
+    "tour": (_main_of("dtlab.cli.tour"), "course", "the course in miniature: techniques on 4 ranks, one table"),
     "doctor": (_doctor, None, "what this machine can do, what will go wrong, and the cure"),
     "check": (_lab_command("check"), "course", "check your notebook of a lab, for example: dtlab check lab01"),
     "reset": (_lab_command("reset"), None, "keep your copy of a lesson or a lab aside and make a fresh one"),

@@ -1,8 +1,8 @@
 """``dtlab tour [--ranks N]``: the course in miniature, in a terminal.
 
-The small GPT on real text, in one process and by every technique on N ranks, in float64; one table says whether each
-equals the one process. A technique is a row of ``TECHNIQUES``: a function that runs on every rank and returns what it
-trained.
+The small GPT on real text, in one process and by the techniques of lessons 00 to 06 on N ranks, in float64; one table
+says whether each equals the one process. A technique is a row of ``TECHNIQUES``: a function that runs on every rank and
+returns what it trained.
 """
 import argparse
 import functools

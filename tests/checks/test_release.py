@@ -1,4 +1,5 @@
 """The learners' copy has no solution, and a copy that had one is not made."""
+import re
 import subprocess
 import sys
 from pathlib import Path
@@ -91,6 +92,9 @@ def test_this_course_has_no_leak_and_its_copy_works(tmp_path):
     lines, files = release(tmp_path / "copy", Path(__file__).resolve().parents[2])
     assert lines > 40 and files > 100
     assert not [*(tmp_path / "copy").glob("labs/*/solution.py"), *(tmp_path / "copy").glob("**/lab0*_wrong.py")]
+    for path in (tmp_path / "copy").glob("*.md"):
+        links = re.findall(r"\]\(([^)#:]+)\)", path.read_text(encoding="utf-8"))
+        assert [link for link in links if not (path.parent / link).exists()] == []
     program = ("from dtlab.cli import bootstrap, labs, working_copies\nfrom dtlab.examine import doctor\n"
                "working_copies.make_all()\nprint(labs.check(['lab02', '--exercise', '1']), bool(doctor().findings))")
     reply = subprocess.run([sys.executable, "-c", program], cwd=tmp_path / "copy", capture_output=True, text=True)
