@@ -1,5 +1,5 @@
 # %% [markdown]
-# # 07 Sequence and context parallel
+# # 07 Sequence and context parallelism
 #
 # Two cuts of the sequence, for two problems: what tensor parallelism leaves whole (A), and sequences that no device can hold (B).
 #
