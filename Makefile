@@ -7,7 +7,7 @@ DTLAB = $(PYTHON) -m dtlab
 
 help:
 	@echo "make lab: JupyterLab on your copies of the lessons   make tour: the course in miniature"
-	@echo "make test: the tests, some ten minutes on two cores   make doctor: what this machine can do"
+	@echo "make test: the tests, some twenty minutes on two cores   make doctor: what this machine can do"
 	@echo "for maintainers: test-all, notebooks, bench, peers, ui, lint, clean"
 
 lab tour test doctor:
