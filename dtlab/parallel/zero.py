@@ -266,7 +266,8 @@ class ZeroOptimizer:
     def clip_grad_norm_(self, max_norm: float, norm_type: float = 2.0) -> torch.Tensor:
         """Scale the gradients so that the norm of the whole gradient is ``max_norm`` at most; the norm before.
 
-        One all_reduce of one number: all ranks get the same norm, and scale by the same factor.
+        One all_reduce of one number: all ranks get the same norm, and scale by the same factor. Not here: the norm of a
+        model that tensor parallelism cut, over its parts too.
         """
         norm = clip_shards_(self._mean_gradients(), max_norm, group=self.group, norm_type=norm_type)
         for bucket in self.buckets:
