@@ -301,8 +301,8 @@ class FullyShardedModule(nn.Module):
     def clip_grad_norm_(self, max_norm: float, norm_type: float = 2.0) -> torch.Tensor:
         """Scale the gradient so that the norm of the whole one is ``max_norm`` at most; the norm before.
 
-        One all_reduce of one number: all ranks get the same norm, NaN too, and scale by the same factor. Not here: the norm
-        of a model that tensor parallelism cut, over its parts too.
+        One all_reduce of one number: all ranks get the same norm, NaN too, and scale by the same factor. Not here: the
+        norm of a model that tensor parallelism cut, over its parts too.
         """
         grads = [shard.grad.detach() for shard in self.parameters() if shard.grad is not None]
         if not grads:
