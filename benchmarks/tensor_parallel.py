@@ -9,6 +9,7 @@ def make_passes(peers, hidden_size, batch_size):
     """On a rank: ``{name: forward and backward of a transformer layer}``; all have the same weights and input."""
     import torch
 
+    from dtlab.data.recordings import with_megatron_linears
     from dtlab.models import GPT, GPTConfig
     from dtlab.parallel import apply_tensor_parallel
 
@@ -28,34 +29,8 @@ def make_passes(peers, hidden_size, batch_size):
     ours, theirs = (apply_tensor_parallel(GPT(config)).layers[0] for _ in range(2))
     passes = {"dtlab": ours, DTENSOR: by_dtensor(GPT(config).layers[0])}
     if MEGATRON in peers:
-        passes[MEGATRON] = of_megatrons_linears(theirs)
+        passes[MEGATRON] = with_megatron_linears(theirs)
     return {name: make_pass(layer) for name, layer in passes.items()}
-
-
-def of_megatrons_linears(layer):
-    """On a rank: our layer with each linear replaced by Megatron-core's, with its values; attention stays ours."""
-    import warnings
-
-    import torch
-    import torch.distributed as dist
-
-    warnings.simplefilter("ignore")  # it tells what CUDA packages it misses
-    from megatron.core import ModelParallelConfig
-    from megatron.core import tensor_parallel as megatron
-
-    config = ModelParallelConfig(tensor_model_parallel_size=dist.get_world_size(), use_cpu_initialization=True)
-    options = {"config": config, "init_method": torch.nn.init.zeros_, "bias": True, "skip_bias_add": False,
-               "tp_group": dist.group.WORLD}
-    columns = megatron.ColumnParallelLinear, {"gather_output": False}
-    rows = megatron.RowParallelLinear, {"input_is_parallel": True}
-    for part, name, (kind, where) in ((layer.self_attention, "linear_qkv", columns), (layer.mlp, "linear_fc1", columns),
-                                      (layer.self_attention, "linear_proj", rows), (layer.mlp, "linear_fc2", rows)):
-        ours = getattr(part, name)
-        linear = kind(ours.in_features, ours.out_features, **where, **options)
-        linear.load_state_dict(ours.state_dict(), strict=False)
-        linear.register_forward_hook(lambda module, inputs, outputs: outputs[0])  # beside it a bias, here None
-        setattr(part, name, linear)
-    return layer
 
 
 def by_dtensor(layer):

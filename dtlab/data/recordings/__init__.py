@@ -52,11 +52,12 @@ def deepspeed_engine(model, optimizer, *, micro_batch_size: int, zero: dict = DE
     return engine
 
 
-def with_megatron_linears(mlp):
-    """On a rank, put Megatron-core's linears in the place of an MLP's column and row parallel ones, with their values.
+def with_megatron_linears(module):
+    """On a rank, put Megatron-core's linears in the place of column and row parallel ones, with their values.
 
     Args:
-        mlp: ``linear_fc1.weight`` [f/t, h], ``linear_fc2.weight`` [h, f/t], on t ranks; both with a bias. Changed.
+        module: an MLP or a whole layer, changed: of its ``linear_qkv`` and ``linear_fc1`` the weight is [out/t, in], of
+            its ``linear_proj`` and ``linear_fc2`` [out, in/t], on t ranks; all with a bias.
 
     Needs ``dtlab[peers]``.
     """
@@ -68,15 +69,21 @@ def with_megatron_linears(mlp):
         from megatron.core.model_parallel_config import ModelParallelConfig
         from megatron.core.tensor_parallel import ColumnParallelLinear, RowParallelLinear
 
-    (ffn_part, hidden), dtype = mlp.linear_fc1.weight.shape, mlp.linear_fc1.weight.dtype
-    ffn, size = ffn_part * dist.get_world_size(), dist.get_world_size()
+    size, dtype = dist.get_world_size(), next(module.parameters()).dtype
     config = ModelParallelConfig(tensor_model_parallel_size=size, use_cpu_initialization=True, params_dtype=dtype)
-    options = {"config": config, "init_method": torch.nn.init.normal_, "bias": True, "skip_bias_add": False,
+    options = {"config": config, "init_method": torch.nn.init.zeros_, "bias": True, "skip_bias_add": False,
                "tp_group": dist.group.WORLD}
-    linears = {"linear_fc1": ColumnParallelLinear(hidden, ffn, gather_output=False, **options),
-               "linear_fc2": RowParallelLinear(ffn, hidden, input_is_parallel=True, **options)}
-    for name, linear in linears.items():
-        linear.load_state_dict(mlp.get_submodule(name).state_dict(), strict=False)
-        linear.register_forward_hook(lambda module, args, outputs: outputs[0])  # the other is a bias not added: None
-        setattr(mlp, name, linear)
-    return mlp
+    for part in [*module.modules()]:
+        for name, ours in [*part.named_children()]:
+            if name in ("linear_qkv", "linear_fc1"):
+                rows, columns = ours.weight.shape
+                linear = ColumnParallelLinear(columns, rows * size, gather_output=False, **options)
+            elif name in ("linear_proj", "linear_fc2"):
+                rows, columns = ours.weight.shape
+                linear = RowParallelLinear(columns * size, rows, input_is_parallel=True, **options)
+            else:
+                continue
+            linear.load_state_dict(ours.state_dict(), strict=False)
+            linear.register_forward_hook(lambda module, args, outputs: outputs[0])  # beside it a bias not added: None
+            setattr(part, name, linear)
+    return module
