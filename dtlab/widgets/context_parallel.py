@@ -9,7 +9,7 @@ from dtlab.plots.tensor_parallel import sequence_strip
 from dtlab.plots.twin import twin
 from dtlab.simulate.hardware import Hardware
 from dtlab.simulate.tensor_parallel import context_parallel_attention
-from dtlab.theory import LlamaShape
+from dtlab.theory import GPT_7_5B, LlamaShape
 from dtlab.theory import tensor_parallel as theory
 from dtlab.theory.units import in_units
 from dtlab.widgets.explorer import Control, Explorer, Run, live_ranks
@@ -31,7 +31,7 @@ def context_parallel():
         "method": Control("method", theory.METHODS, "dropdown", text=_words),
         "ranks": Control("ranks", lambda values: [its for its in _RANKS if _why_not(its, values) is None],
                          why_not=_why_not),
-        "num_kv_heads": Control("heads of keys and values (of 32)", (4, 8, 16, 32)),
+        "num_kv_heads": Control(f"heads of keys and values (of {GPT_7_5B.num_heads})", (4, 8, 16, 32)),
         "seq_length": Control("sequence [tokens]", (8192, 32768, 65536, 131072), text=lambda its: f"{its:,}"),
         "network": Control("network between nodes of 8", _NETWORKS, "dropdown"),
     }  # fmt: skip
@@ -51,8 +51,8 @@ def _words(value):
 @functools.lru_cache
 def _shape(num_kv_heads, seq_length):
     """The 7.5B model with a longer sequence, and with heads of keys and values that heads of queries share."""
-    return LlamaShape(num_layers=36, hidden_size=4096, num_heads=32, num_kv_heads=num_kv_heads, vocab_size=51200,
-                      seq_length=seq_length)  # fmt: skip
+    return LlamaShape(num_layers=GPT_7_5B.num_layers, hidden_size=GPT_7_5B.hidden_size, num_heads=GPT_7_5B.num_heads,
+                      num_kv_heads=num_kv_heads, vocab_size=GPT_7_5B.vocab_size, seq_length=seq_length)  # fmt: skip
 
 
 def _why_not(ranks, values):
@@ -88,8 +88,8 @@ def draw_context_parallel(layout, method, ranks, num_kv_heads, seq_length, netwo
                     top=sum(busy) * max(theory.causal_work(ranks, "contiguous")),
                     text=f"Computing by rank: {', '.join(f'{its:.3g}' for its in busy)} ms.")  # fmt: skip
     pictures = [sequence_strip(theory.chunks_of(ranks, layout), seq_length=seq_length), times]
-    has = (f"all tokens of {32 // ranks} heads, {num_kv_heads // ranks} of keys and values" if method == "ulysses" else
-           "its tokens, all heads; keys and values go round")
+    heads = f"all tokens of {shape.num_heads // ranks} heads, {num_kv_heads // ranks} of keys and values"
+    has = heads if method == "ulysses" else "its tokens, all heads; keys and values go round"
     titles = [_offered(num_kv_heads, seq_length), f"A layer's attention; each rank computes {has}"]
     if measured:
         pictures.append(measured)
